@@ -4,13 +4,17 @@ The model reads and writes text without tags. A target word belongs to the inner
 the words of an element are no longer adjacent, its tags are repeated; an element without a translated word is kept,
 empty, at its place. So every element of the source occurs in the result, which is well-formed, and without its tags
 the result equals the translation.
+
+Protected text, such as inline code, is one atomic word while tags are placed: `match_protected` finds it in the
+translation, and `Atoms` numbers the words of the alignment anew.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -80,7 +84,7 @@ def place_markup(source: str, translation: str, alignment: Iterable[Link] | None
     for element in root.descendants():  # inner elements follow the outer ones
         innermost[element.begin : element.end] = [element] * (element.end - element.begin)
     words = word_spans(plain), word_spans(translation)
-    links = _diagonal_links(*map(len, words)) if alignment is None else alignment
+    links = diagonal_links(*map(len, words)) if alignment is None else alignment
     source_spans, target_spans, links = _split_words(*words, sorted(links), innermost)
     starts = [begin for begin, _ in source_spans]
     owners = _target_elements(links, [innermost[begin] for begin in starts], len(target_spans), root)
@@ -111,7 +115,8 @@ def parse_markup(source: str) -> tuple[str, Element]:
     return plain, root
 
 
-def _diagonal_links(source_words: int, target_words: int) -> set[Link]:
+def diagonal_links(source_words: int, target_words: int) -> set[Link]:
+    """Link words by their relative position."""
     if not source_words or not target_words:
         return set()
     longest = max(source_words, target_words)
@@ -229,3 +234,142 @@ def _render(
         done = end
     out += move_to([]) + insert(before.pop(0, []))  # a translation without words
     return out + text[done:]
+
+
+# ---- protected text in a translation ---------------------------------------------------------------------------------
+
+
+TAKEN = "\ud800"  # a character that no decoded text contains
+
+
+def match_protected(
+    source: str, protected: Sequence[Span], translation: str, links: Iterable[Link] | None
+) -> list[tuple[int, Span]]:
+    """Find each protected span of `source` in the translation; returns (its number, the span found), in target order.
+
+    Longer texts are found first, and whole words before parts of words. Equal texts are matched from left to right. If
+    a text occurs more often than it is protected, the occurrences with the same rank as in the source are taken, else
+    those that the alignment links.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, (begin, end) in enumerate(protected):
+        numbers.setdefault(source[begin:end], []).append(number)
+    pairs = None if links is None else list(links)
+    free = {"source": list(source), "target": list(translation)}
+    matches: list[tuple[int, Span]] = []
+    for text in sorted(numbers, key=len, reverse=True):
+        wanted = [protected[number] for number in numbers[text]]
+        found = _occurrences(text, translation, free["target"], len(wanted))
+        in_source = _occurrences(text, source, free["source"], len(wanted))
+        if len(found) == len(in_source):
+            found = [span for span, own in zip(found, in_source, strict=True) if own in wanted] or found
+        elif len(found) > len(wanted) and pairs is not None:
+            found = _most_linked(found, wanted, source, translation, pairs)
+        for number, span in zip(numbers[text], found, strict=False):
+            matches.append((number, span))
+            free["target"][span[0] : span[1]] = TAKEN * len(text)
+        for begin, end in wanted:
+            free["source"][begin:end] = TAKEN * len(text)
+    return sorted(matches, key=lambda match: match[1])
+
+
+def _occurrences(text: str, within: str, free: list[str], wanted: int) -> list[Span]:
+    """Find `text` where no other protected text was found; parts of words count only if whole words are too few."""
+    remaining = "".join(free)
+    spans: list[Span] = []
+    begin = remaining.find(text)
+    while begin >= 0:
+        spans.append((begin, begin + len(text)))
+        begin = remaining.find(text, begin + len(text))
+    whole = [(begin, end) for begin, end in spans if not _inside_word(within, begin, end)]
+    return whole if len(whole) >= wanted else spans
+
+
+def _inside_word(text: str, begin: int, end: int) -> bool:
+    return any(text[at - 1].isalnum() and text[at].isalnum() for at in (begin, end) if 0 < at < len(text))
+
+
+def _most_linked(
+    found: list[Span], wanted: list[Span], source: str, translation: str, links: Sequence[Link]
+) -> list[Span]:
+    """Choose as many occurrences as wanted: those with the most links to the wanted spans, in order."""
+    words, target_words = word_spans(source), word_spans(translation)
+    inside = {i for span in wanted for i in _overlapping(words, span)}
+    linked = [j for i, j in links if i in inside]
+    counts = {span: sum(j in _overlapping(target_words, span) for j in linked) for span in found}
+    return sorted(sorted(found, key=lambda span: (-counts[span], span))[: len(wanted)])
+
+
+def _overlapping(words: Sequence[Span], span: Span) -> range:
+    """Numbers of the words that share a character with the span."""
+    first = bisect_right(words, span[0], key=lambda word: word[1])
+    return range(first, max(first, bisect_left(words, span[1], key=lambda word: word[0])))
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """Protected texts of a source that each became the word `atom`.
+
+    `pairs` are (number, span in the translation) of those that the translation repeats; the others are linked to no
+    word, so that their element is placed as an empty one.
+    """
+
+    source: str
+    translation: str
+    masked_source: str  # the source with atoms
+    protected: Sequence[Span]
+    pairs: Sequence[tuple[int, Span]]
+    atom: str
+
+    @cached_property
+    def masked(self) -> str:
+        """The translation with atoms."""
+        parts, done = [], 0
+        for _, (begin, end) in self.pairs:
+            parts += [self.translation[done:begin], self.atom]
+            done = end
+        return "".join(parts) + self.translation[done:]
+
+    def renumber(self, links: Iterable[Link] | None) -> list[Link]:
+        """Return an alignment of the texts with atoms; an atom is linked to its own occurrence and nothing else."""
+        words = word_spans(self.masked_source), word_spans(self.masked)
+        if links is None:
+            renumbered = diagonal_links(len(words[0]), len(words[1]))
+        else:
+            spans = self.protected, [span for _, span in self.pairs]
+            sides = zip((self.source, self.translation), words, spans, strict=True)
+            moved = [_renumbered_words(word_spans(text), new, replaced) for text, new, replaced in sides]
+            sizes = f"the source has {len(moved[0])} words and the translation {len(moved[1])}"
+            renumbered = set()
+            for i, j in links:
+                if i >= len(moved[0]) or j >= len(moved[1]):
+                    raise UsageError(f"link {i}-{j}: {sizes}: give the alignment of these texts")
+                renumbered |= {(a, b) for a in moved[0][i] for b in moved[1][j]}
+        places = [
+            [number for number, (begin, _) in enumerate(side) if text[begin] == self.atom]
+            for text, side in zip((self.masked_source, self.masked), words, strict=True)
+        ]
+        taken = set(places[0]), set(places[1])
+        kept = [(i, j) for i, j in renumbered if i not in taken[0] and j not in taken[1]]
+        return kept + [(places[0][number], places[1][place]) for place, (number, _) in enumerate(self.pairs)]
+
+
+def _renumbered_words(old: Sequence[Span], new: Sequence[Span], replaced: Sequence[Span]) -> list[range]:
+    """For each word the words that its characters belong to after each replaced span became one character."""
+    numbers: list[range] = []
+    passed, shrunk = 0, 0  # spans that end before the place, and the characters that they lost
+
+    def moved(at: int) -> int:
+        """The place of a character border of the old text in the new one; a border inside a span moves to its begin."""
+        nonlocal passed, shrunk
+        while passed < len(replaced) and replaced[passed][1] <= at:
+            shrunk += replaced[passed][1] - replaced[passed][0] - 1
+            passed += 1
+        inside = passed < len(replaced) and replaced[passed][0] < at
+        return (replaced[passed][0] if inside else at) - shrunk
+
+    for begin, end in old:
+        first = moved(begin)
+        last = moved(end - 1) + 1  # the last character, or the atom that replaced it
+        numbers.append(_overlapping(new, (first, max(first + 1, last))))
+    return numbers

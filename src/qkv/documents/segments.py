@@ -1,7 +1,8 @@
 """Segments: a text to translate and the inline markup around its words, which is put back into the translation.
 
 A format's reader turns a document into tokens. The tokens between two boundaries become a segment: its `text` has no
-markup, and `build` places the markup in the translation (see `qkv.documents.inline_markup`). If the translation equals
+markup, and `build` places the markup in the translation (see `qkv.documents.inline_markup`). Protected text, such as
+inline code, is part of `text`; `build` writes its source where the translation repeats it. If the translation equals
 the text, the segment is written back byte for byte.
 """
 
@@ -14,7 +15,7 @@ from functools import cached_property
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link
-from qkv.documents.inline_markup import place_markup, split_at, strip_markup
+from qkv.documents.inline_markup import Atoms, Span, match_protected, place_markup, split_at, strip_markup
 
 WHITE_SPACE = " \t\r\n\f"
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r|$)")
@@ -28,8 +29,9 @@ PRIVATE_USE = range(0xE000, 0xF900)  # Unicode characters without a meaning; one
 class Token:
     """A piece of a document: text, or a mark (a tag, emphasis, an image …).
 
-    `kind` is text, open, close (paired by `name`), standalone (a mark with its own content) or boundary (between
-    segments). `raw` is the source, `text` its plain reading; a standalone mark may read as a space.
+    `kind` is text, protected (text that must not change), open, close (paired by `name`), standalone (a mark with its
+    own content) or boundary (between segments). `raw` is the source, `text` its plain reading; a standalone mark may
+    read as a space.
     """
 
     kind: str
@@ -48,18 +50,27 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class Segment:
-    """Text with a numbered tag for each mark: `tagged` is "a <x0>b</x0>", `marks[0]` its source (opening, closing)."""
+    """Text with a numbered tag for each mark: `tagged` is "a <x0>b</x0>", `marks[0]` its source (opening, closing).
+
+    A protected text is an element too: its mark is (source, "").
+    """
 
     raw: str
     tagged: str
     marks: tuple[tuple[str, str], ...]
     less_than: str  # replaces "<" of the text in `tagged`
     format: TextFormat
-    protected: tuple[tuple[int, int], ...] = ()  # spans of `text` that must come back unchanged
+    protected: tuple[Span, ...] = ()  # spans of `text` that must come back unchanged
+    protected_marks: tuple[int, ...] = ()  # the mark of each protected span
 
     @cached_property
     def text(self) -> str:
         return strip_markup(self.tagged).replace(self.less_than, "<")
+
+    @property
+    def needs_alignment(self) -> bool:
+        """Whether `build` uses an alignment; protected text alone is found by its characters."""
+        return len(self.marks) > len(self.protected)
 
     def build(self, translation: str, links: Iterable[Link] | None = None) -> str:
         """Return the translation as the format writes it, with the marks placed by the alignment.
@@ -74,20 +85,55 @@ class Segment:
         before, after = self.raw[:begin], self.raw[begin + len(inner) :]
         if not self.marks:
             return before + self.format.lay_out(self.format.escape(translation)) + after
-        less_than = _unused_character(translation + self.tagged.replace(self.less_than, ""))
-        tagged, translated = self.tagged.replace(self.less_than, less_than), translation.replace("<", less_than)
-        placed = place_markup(tagged, translated, links)
-        out = ""
+        less_than, atom = _unused_characters(translation + self.tagged.replace(self.less_than, ""), 2)
+        links = None if links is None else list(links)
+        pairs = match_protected(self.text, self.protected, translation, links)
+        matched = {number for number, _ in pairs}
+        tagged = self._with_atoms(less_than, atom, matched)
+        if self.protected:
+            atoms = Atoms(self.text, translation, strip_markup(tagged), self.protected, pairs, atom)
+            translation, links = atoms.masked, atoms.renumber(links)
+        placed = place_markup(tagged, translation.replace("<", less_than), links)
+        sources = iter([self.marks[self.protected_marks[number]][0] for number, _ in pairs])
+        missing = self._missing_marks(matched)
+        out: list[str] = []
         for stretch, tag in split_at(NUMBERED_TAG, placed):
-            out += self.format.escape(stretch.replace(less_than, "<"))
-            out += self.marks[int(tag[2])][bool(tag[1])] if tag else ""
-        return before + self.format.lay_out(out) + after
+            first, *others = (self.format.escape(text.replace(less_than, "<")) for text in stretch.split(atom))
+            out += [first, *(next(sources) + text for text in others)]
+            if tag:
+                mark = int(tag[2])
+                out.append(self.marks[mark][1] if tag[1] else missing.get(mark, self.marks[mark][0]))
+        return before + self.format.lay_out("".join(out)) + after
+
+    def _with_atoms(self, less_than: str, atom: str, matched: set[int]) -> str:
+        """Return `tagged` with `atom` for each protected text, inside an element if the translation lacks the text."""
+        tagged = self.tagged.replace(self.less_than, less_than)
+        parts: list[str] = []
+        done = 0
+        for number, mark in enumerate(self.protected_marks):
+            begin = tagged.index(f"<x{mark}>", done)
+            parts.append(tagged[done:begin])
+            closing = f"</x{mark}>"
+            parts.append(atom if number in matched else f"<x{mark}>{atom}{closing}")
+            done = tagged.index(closing, begin) + len(closing)
+        return "".join(parts) + tagged[done:]
+
+    def _missing_marks(self, matched: set[int]) -> dict[int, str]:
+        """The sources, by mark, of the protected texts that a translation lacks, with a space to the nearest word."""
+        missing: dict[int, str] = {}
+        for number, (mark, (begin, end)) in enumerate(zip(self.protected_marks, self.protected, strict=True)):
+            if number not in matched:
+                source = self.marks[mark][0]
+                spaced = self.text[begin - 1 if begin else end :][:1] == " "
+                missing[mark] = source if not spaced else f" {source}" if begin else f"{source} "
+        return missing
 
 
-def _unused_character(text: str) -> str:
-    """Return a private-use character that does not occur in the text."""
-    unused = next((chr(code) for code in PRIVATE_USE if chr(code) not in text), None)
-    if unused is None:
+def _unused_characters(text: str, count: int = 1) -> list[str]:
+    """Return private-use characters that do not occur in the text."""
+    used = set(text)
+    unused = [chr(code) for code in PRIVATE_USE if chr(code) not in used][:count]
+    if len(unused) < count:
         raise UsageError("a sentence contains every private-use character of Unicode: remove some of them")
     return unused
 
@@ -116,11 +162,18 @@ def split_segments(tokens: Iterable[Token], format: TextFormat) -> Iterator[str 
 def _run_segments(run: list[Token], format: TextFormat) -> Iterator[str | Segment]:
     """The segments between two boundaries; a tag without a counterpart in the run is one more boundary."""
     for part in _split_at(run, unmatched_tags(run)):
-        # Crossing tags form no tree: then every tag is a boundary.
-        not_nested = too_many_marks(part) or unmatched_tags(part)
-        crossing = {place for place, token in enumerate(part) if token.kind != "text"} if not_nested else set()
-        for inner in _split_at(part, crossing):
-            yield from _trim_outer_marks(inner, format)
+        # Crossing tags form no tree: then every tag is a boundary, and protected text too if it alone is too much.
+        stages = (
+            [*_split_at(part, _marks(part, "protected"))] if too_many_marks(part) or unmatched_tags(part) else [part]
+        )
+        for stage in stages:
+            for inner in _split_at(stage, _marks(stage)) if too_many_marks(stage) else [stage]:
+                yield from _trim_outer_marks(inner, format)
+
+
+def _marks(tokens: Sequence[Token], *others: str) -> set[int]:
+    """Positions of all marks, except those of `others`."""
+    return {place for place, token in enumerate(tokens) if token.kind not in ("text", *others)}
 
 
 def too_many_marks(tokens: Sequence[Token]) -> bool:
@@ -189,17 +242,24 @@ def _trim_outer_marks(tokens: list[Token], format: TextFormat) -> Iterator[str |
 def make_segment(tokens: Sequence[Token], format: TextFormat, raw: str | None = None) -> Segment | None:
     """Make a segment of balanced tokens, or None if they contain no word; `raw` overrides its source."""
     source = "".join(token.raw for token in tokens)
-    less_than = _unused_character(source + "".join(token.text for token in tokens))
+    (less_than,) = _unused_characters(source + "".join(token.text for token in tokens))
     parts: list[str] = []
     marks: list[tuple[str, str]] = []
     opened: list[int] = []
-    plain = ""
+    protected: dict[int, Span] = {}  # by mark
+    plain, has_word = "", False
     for number, token in enumerate(tokens):
+        text = re.sub(f"[{WHITE_SPACE}]+", " ", token.text)
         if token.kind == "text":
-            text = re.sub(f"[{WHITE_SPACE}]+", " ", token.text)
             text = text.lstrip(" ") if not plain or plain.endswith(" ") else text
             plain += text
+            has_word = has_word or any(character.isalnum() for character in text)
             parts.append(text.replace("<", less_than))
+        elif token.kind == "protected" and (text := text.strip(" ")):
+            protected[len(marks)] = len(plain), len(plain) + len(text)
+            plain += text
+            parts += [f"<x{len(marks)}>", text.replace("<", less_than), f"</x{len(marks)}>"]
+            marks.append((token.raw, ""))
         elif token.kind == "open":
             opened.append(len(marks))
             marks.append((token.raw, ""))
@@ -216,14 +276,15 @@ def make_segment(tokens: Sequence[Token], format: TextFormat, raw: str | None = 
             if token.text and plain:
                 plain += " "
                 parts.append(" ")
-    if not any(character.isalnum() for character in plain):
+    if not has_word:
         return None
     for place in range(len(parts) - 1, -1, -1):  # strip the end of the text, which closing tags may follow
         if not parts[place].startswith("<"):
             parts[place] = parts[place].rstrip(" ")
             if parts[place]:
                 break
-    return Segment(source if raw is None else raw, "".join(parts), tuple(marks), less_than, format)
+    source = source if raw is None else raw
+    return Segment(source, "".join(parts), tuple(marks), less_than, format, tuple(protected.values()), tuple(protected))
 
 
 def _absorbed_spaces(tokens: Sequence[Token], number: int, parts: list[str], first: bool) -> tuple[str, str]:
