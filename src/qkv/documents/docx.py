@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from qkv.documents import Document
 from qkv.documents.office_runs import RunStory, count_untranslated, part_types
-from qkv.documents.office_story import MAX_NESTING, Item, KeptError, Style, package_document
+from qkv.documents.office_story import MAX_NESTING, Item, KeptError, Style, kept_item, package_document
 from qkv.documents.segments import Segment
 from qkv.documents.xml_events import Event, XmlPart, escape_xml
 from qkv.documents.zip_package import ZipPackage
@@ -52,6 +52,7 @@ class WordStory(RunStory):
         "w:sdt": "content control",
         "w:ruby": "phonetic guide",
     }
+    shown = frozenset("w:fldSimple w:sdt".split())
     unsupported: ClassVar[Mapping[str, str]] = dict.fromkeys(
         "w:ins w:del w:moveFrom w:moveTo".split(), "tracked change"
     )
@@ -99,7 +100,7 @@ class WordStory(RunStory):
         if any(item.kind in ("open", "close") for item in items):
             raise KeptError("field")
         self.skipped["field"] += 1
-        return [Item("mark", "".join(sources))]
+        return [kept_item("".join(sources), "".join(item.text for item in items[shown:] if item.kind == "text"))]
 
     def field_edge(self, event: Event) -> str:
         if event.name == "w:fldChar":

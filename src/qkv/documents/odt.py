@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from qkv.documents import Document
-from qkv.documents.office_story import Item, Story, Style, package_document
+from qkv.documents.office_story import Item, Story, Style, kept_item, package_document
 from qkv.documents.segments import Segment
 from qkv.documents.xml_events import Event, escape_xml
 from qkv.documents.zip_package import ZipPackage
@@ -88,6 +88,7 @@ class OpenDocumentStory(Story):
         prefix, _, local = name.partition(":")
         if prefix == "text" and local not in NOT_FIELDS:
             self.skipped["field"] += 1
+            return kept_item("".join(event.source for event in events), "".join(event.text for event in events))
         key = next((identifier[key] for key in ("text:name", "text:change-id", "text:id") if key in identifier), "")
         base = local.removesuffix("-start").removesuffix("-end")
         pair = f"{base} {key}" if base != local else ""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from qkv.documents.office_story import Item, KeptError, Story, Style
+from qkv.documents.office_story import Item, KeptError, Story, Style, kept_item
 from qkv.documents.xml_events import Event
 from qkv.documents.zip_package import ZipPackage
 
@@ -31,6 +31,7 @@ class RunStory(Story):
     characters: ClassVar[Mapping[str, str]] = {}  # element: character
     special: ClassVar[re.Pattern[str]] = re.compile("(\t)")  # characters of a text that are not translated
     untranslated: ClassVar[Mapping[str, str]] = {}  # mark: name in `Document.skipped`
+    shown: ClassVar[frozenset[str]] = frozenset()  # marks whose text is part of the sentence
     unsupported: ClassVar[Mapping[str, str]] = {}  # element that makes its paragraph a kept one: name
     ranges: ClassVar[Mapping[str, str]] = {}  # start or end mark: name of the pair
 
@@ -58,19 +59,22 @@ class RunStory(Story):
             elif event.kind == "end":
                 items.append(Item("close", event.source))
             else:
-                items.append(self._mark(event, _source(events[place : end + 1])))
+                text = "".join(each.text for each in events[place : end + 1])
+                items.append(self._mark(event, _source(events[place : end + 1]), text))
             place = end + 1
         return _merge_texts(items)
 
     def container(self, event: Event, source: str) -> Item:
         return Item("open", source)
 
-    def _mark(self, event: Event, source: str) -> Item:
+    def _mark(self, event: Event, source: str, text: str = "") -> Item:
         if event.name in self.dropped:
             return Item("dropped", source)
         label = "equation" if event.name in EQUATIONS else self.untranslated.get(event.name)
         if label:
             self.skipped[label] += 1
+        if event.name in self.shown:
+            return kept_item(source, text)
         identifier = event.attributes.get("w:id", "")
         pair = f"{self.ranges[event.name]} {identifier}" if event.name in self.ranges else ""
         return Item("mark", source, " " if event.name in self.breaks else "", pair=pair)

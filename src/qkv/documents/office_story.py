@@ -36,6 +36,8 @@ AS_XML = TextFormat(escape_xml)  # the built text keeps its numbered tags, which
 
 ROOT = -1
 MARKS = ("mark", "character")
+NEVER_OUTER = ("open", "close", "protected")
+MAX_PROTECTED = 80  # characters; a longer text is a mark
 CLOSING_PUNCTUATION = ".,;:!?)]}»”’…、。，！？；："
 
 
@@ -59,8 +61,9 @@ WriteText = Callable[[Style, str], str]
 class Item:
     """A piece of a paragraph.
 
-    `kind` is text, character (a tab: written like text, but not translated), mark, open, close (of a container) or
-    dropped (kept only while the paragraph is unchanged). `source` is XML that is valid by itself, but for open and
+    `kind` is text, protected (a field's text, which is part of the sentence but must not change), character (a tab:
+    written like text, but not translated), mark, open, close (of a container) or dropped (kept only while the
+    paragraph is unchanged). `source` is XML that is valid by itself, but for open and
     close; `text` is what the reader of the document sees. `pair` is shared by a start mark and its end mark, whose
     order must not change. `field` says which edge of a field a mark is, or that a container is one.
     """
@@ -235,6 +238,14 @@ class Story(ABC):
         return number, bases
 
 
+def kept_item(source: str, text: str) -> Item:
+    """Something that is not translated, with the text that it shows."""
+    shown = " ".join(text.split())
+    if shown and len(shown) <= MAX_PROTECTED:
+        return Item("protected", source, shown)
+    return Item("mark", source)
+
+
 def _sources(items: Sequence[Item]) -> str:
     return "".join(item.source for item in items)
 
@@ -260,9 +271,9 @@ def _trim(items: Sequence[Item], closing: Mapping[int, int]) -> tuple[int, int]:
     begin, end = 0, len(items)
     while begin < end:
         first, last = items[begin], items[end - 1]
-        if first.kind not in ("open", "close") and not (first.kind == "text" and first.text.strip(WHITE_SPACE)):
+        if first.kind not in NEVER_OUTER and not (first.kind == "text" and first.text.strip(WHITE_SPACE)):
             begin += 1
-        elif last.kind not in ("open", "close") and not (last.kind == "text" and last.text.strip(WHITE_SPACE)):
+        elif last.kind not in NEVER_OUTER and not (last.kind == "text" and last.text.strip(WHITE_SPACE)):
             end -= 1
         elif first.kind == "open" and closing[begin] == end - 1:
             begin, end = begin + 1, end - 1
@@ -318,6 +329,9 @@ def _tokens(items: Sequence[Item], begin: int, end: int, bases: Bases) -> Iterat
             yield Token("open", f"<x{place}>")
         elif item.kind == "close":
             yield Token("close", f"</x{opened.pop()}>")
+        elif item.kind == "protected":
+            yield Token("protected", f"<x{place}/>", item.text)
+            after_space = False
         elif item.style.key != bases[opened[-1]].key:
             token = Token("text", escape_xml(item.text), item.text)
             yield from (Token("open", f"<x{place}>"), token, Token("close", f"</x{place}>"))

@@ -39,6 +39,7 @@ class DrawingStory(RunStory):
     paragraphs = frozenset(["a:p"])
     run, properties, text = "a:r", "a:rPr", "a:t"
     breaks = frozenset(["a:br"])
+    shown = frozenset(["a:fld"])
     untranslated: ClassVar[Mapping[str, str]] = {"a:fld": "field"}
 
     def write_text(self, style: Style, text: str) -> str:
