@@ -16,7 +16,7 @@ from itertools import pairwise
 from qkv.core.errors import UsageError
 from qkv.documents.xml_events import XmlPart
 
-MAX_UNPACKED_BYTES = 256 << 20  # of all members that are read, together
+MAX_UNPACKED_BYTES = 128 << 20  # of all members that are read, together
 MAX_DECLARED_BYTES = 1 << 30  # of all members
 MAX_RATIO = 200  # unpacked : packed, for members larger than FREE_BYTES
 FREE_BYTES = 64 << 20
