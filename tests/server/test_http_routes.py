@@ -110,6 +110,14 @@ def test_html_keeps_its_tags(server: Server, translator: qkv.Translator) -> None
     assert translated.endswith("<i>" + translator.translate("Two").text)  # an unclosed tag keeps its place
 
 
+def test_html_keeps_code_and_translates_attributes(server: Server, translator: qkv.Translator) -> None:
+    source = '<p title="The red cat > a dog">The <code class="a>b">x_y</code> cat.</p>'
+    translated = server.translate(source, format="html")
+    value = translator.translate("The red cat > a dog").text.replace(">", "&gt;")
+    assert translated.startswith(f'<p title="{value}">')
+    assert translated.count('<code class="a>b">x_y</code>') == 1
+
+
 def test_escaped_html_stays_escaped(server: Server) -> None:
     translated = server.translate("<p>cat &lt;script&gt; &amp; dog</p>", format="html")
     assert "<script>" not in translated

@@ -139,9 +139,9 @@ def test_a_text_is_cut_as_the_training_text_was(tiny: Path, by_sentence: bool) -
     assert costs == [1 + len(model.tokenizers.src.encode(piece)) for piece in pieces]
     limits, metrics = RequestLimits(), Metrics()
     service = Service(ServedModels(), Scheduler(SchedulerOptions({}), limits, metrics), limits, metrics)
-    parts = service._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")
+    page = service._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")
     marked = ["<b>One</b> cat.", "Two dog."] if by_sentence else ["<b>One</b> cat. Two dog."]
-    assert [part.text for part in parts if not part.kept] == marked
+    assert [segment.raw for segment in page.segments] == marked
 
 
 def test_a_run_without_languages_is_reported(

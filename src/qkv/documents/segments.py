@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link
@@ -31,13 +32,14 @@ class Token:
 
     `kind` is text, protected (text that must not change), open, close (paired by `name`), standalone (a mark with its
     own content) or boundary (between segments). `raw` is the source, `text` its plain reading; a standalone mark may
-    read as a space.
+    read as a space. `written` is the mark of a translation, if it is not the source.
     """
 
     kind: str
     raw: str
     text: str = ""
     name: str = ""
+    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Segment:
         before, after = self.raw[:begin], self.raw[begin + len(inner) :]
         if not self.marks:
             return before + self.format.lay_out(self.format.escape(translation)) + after
-        less_than, atom = _unused_characters(translation + self.tagged.replace(self.less_than, ""), 2)
+        less_than, atom = unused_characters(translation + self.tagged.replace(self.less_than, ""), 2)
         links = None if links is None else list(links)
         pairs = match_protected(self.text, self.protected, translation, links)
         matched = {number for number, _ in pairs}
@@ -129,10 +131,10 @@ class Segment:
         return missing
 
 
-def _unused_characters(text: str, count: int = 1) -> list[str]:
+def unused_characters(text: str, count: int = 1) -> list[str]:
     """Return private-use characters that do not occur in the text."""
     used = set(text)
-    unused = [chr(code) for code in PRIVATE_USE if chr(code) not in used][:count]
+    unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in used), count))
     if len(unused) < count:
         raise UsageError("a sentence contains every private-use character of Unicode: remove some of them")
     return unused
@@ -146,29 +148,45 @@ def split_lines(text: str) -> list[str]:
 # ---- from tokens to segments -----------------------------------------------------------------------------------------
 
 
-def split_segments(tokens: Iterable[Token], format: TextFormat) -> Iterator[str | Segment]:
-    """Yield the document in order: kept source as `str`, text to translate as `Segment`."""
+Cut = Callable[[list[Token]], Iterator[list[Token]]]
+
+
+def split_segments(
+    tokens: Iterable[Token], format: TextFormat, cut: Cut | None = None, fits: Callable[[str], bool] | None = None
+) -> Iterator[str | Segment]:
+    """Yield the document in order: kept source as `str`, text to translate as `Segment`.
+
+    `cut` divides the balanced tokens between two boundaries further, for example into sentences. A segment with marks
+    for whose text `fits` is false is divided at its marks.
+    """
     run: list[Token] = []
     for token in tokens:
         if token.kind != "boundary":
             run.append(token)
             continue
-        yield from _run_segments(run, format)
+        yield from _run_segments(run, format, cut, fits)
         run = []
         yield token.raw
-    yield from _run_segments(run, format)
+    yield from _run_segments(run, format, cut, fits)
 
 
-def _run_segments(run: list[Token], format: TextFormat) -> Iterator[str | Segment]:
+def _run_segments(
+    run: list[Token], format: TextFormat, cut: Cut | None, fits: Callable[[str], bool] | None
+) -> Iterator[str | Segment]:
     """The segments between two boundaries; a tag without a counterpart in the run is one more boundary."""
-    for part in _split_at(run, unmatched_tags(run)):
-        # Crossing tags form no tree: then every tag is a boundary, and protected text too if it alone is too much.
-        stages = (
-            [*_split_at(part, _marks(part, "protected"))] if too_many_marks(part) or unmatched_tags(part) else [part]
-        )
-        for stage in stages:
-            for inner in _split_at(stage, _marks(stage)) if too_many_marks(stage) else [stage]:
-                yield from _trim_outer_marks(inner, format)
+    for balanced in _split_at(run, unmatched_tags(run)):
+        for part in cut(balanced) if cut else [balanced]:
+            # Crossing tags form no tree: then every tag is a boundary.
+            divided = too_many_marks(part) or bool(unmatched_tags(part))
+            segments = [] if divided else list(_trim_outer_marks(part, format))
+            if fits and not all(isinstance(s, str) or not s.needs_alignment or fits(s.text) for s in segments):
+                divided = True
+            if not divided:
+                yield from segments
+                continue
+            for inner in _split_at(part, _marks(part, "protected")):
+                for piece in _split_at(inner, _marks(inner)) if too_many_marks(inner) else [inner]:
+                    yield from _trim_outer_marks(piece, format)
 
 
 def _marks(tokens: Sequence[Token], *others: str) -> set[int]:
@@ -242,7 +260,7 @@ def _trim_outer_marks(tokens: list[Token], format: TextFormat) -> Iterator[str |
 def make_segment(tokens: Sequence[Token], format: TextFormat, raw: str | None = None) -> Segment | None:
     """Make a segment of balanced tokens, or None if they contain no word; `raw` overrides its source."""
     source = "".join(token.raw for token in tokens)
-    (less_than,) = _unused_characters(source + "".join(token.text for token in tokens))
+    (less_than,) = unused_characters(source + "".join(token.text for token in tokens))
     parts: list[str] = []
     marks: list[tuple[str, str]] = []
     opened: list[int] = []
@@ -266,7 +284,7 @@ def make_segment(tokens: Sequence[Token], format: TextFormat, raw: str | None = 
             parts.append(f"<x{opened[-1]}>")
         elif token.kind == "close":
             mark = opened.pop()
-            marks[mark] = (marks[mark][0], token.raw)
+            marks[mark] = (marks[mark][0], token.written or token.raw)
             parts.append(f"</x{mark}>")
         else:
             before, after = _absorbed_spaces(tokens, number, parts, first=not plain)

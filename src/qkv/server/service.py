@@ -20,7 +20,8 @@ from starlette.types import Scope
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link, word_spans
-from qkv.documents.html_text import HtmlPart, split_html
+from qkv.documents.html_text import HtmlText
+from qkv.documents.segments import Segment
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
@@ -237,10 +238,11 @@ class Service:
         self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
     ) -> list[TranslationResult]:
         """Translate HTML: tags between sentences stay, inline tags enclose the words aligned with theirs."""
-        documents = [self._html_parts(model, text) for text in texts]
-        to_translate = [part for parts in documents for part in parts if not part.kept]
-        plain = [part.plain for part in to_translate if not part.has_tags]
-        tagged = [part.plain for part in to_translate if part.has_tags]
+        # In threads, so that the event loop is not blocked: it takes a while to read and to place many tags.
+        pages = await asyncio.to_thread(lambda: [self._html_parts(model, text) for text in texts])
+        segments = [segment for page in pages for segment in page.segments]
+        plain = [segment.text for segment in segments if not segment.needs_alignment]
+        tagged = [segment.text for segment in segments if segment.needs_alignment]
         options: dict[str, Any] = {"n_best": n_best} | ({"tag": model.tag(target)} if model.tags else {})
         group = ("translate_aligned", model.name, json.dumps(options, sort_keys=True))
         plain_results, tagged_results = await asyncio.gather(
@@ -249,31 +251,24 @@ class Service:
         )
         remaining_plain, remaining_tagged = map(vars, plain_results), iter(tagged_results)
 
-        def write(parts: list[HtmlPart]) -> TranslationResult:
-            runs = [part for part in parts if not part.kept]
-            results = [next(remaining_tagged if part.has_tags else remaining_plain) for part in runs]
+        def write(page: HtmlText) -> TranslationResult:
+            results = [next(remaining_tagged if s.needs_alignment else remaining_plain) for s in page.segments]
             texts = []
             for rank in range(min((len(result["texts"]) for result in results), default=1)):
                 links = [result.get("links") and result["links"][rank] for result in results]
-                built = map(HtmlPart.build, runs, [result["texts"][rank] for result in results], links)
-                texts.append("".join(part.text if part.kept else next(built) for part in parts))
+                ranked = [result["texts"][rank] for result in results]
+                texts.append(page.write([*map(Segment.build, page.segments, ranked, links)]))
             return TranslationResult.combine(texts, results)
 
-        # In a thread, so that the event loop is not blocked: it takes a while to place many tags.
-        return await asyncio.to_thread(lambda: [write(parts) for parts in documents])
+        return await asyncio.to_thread(lambda: [write(page) for page in pages])
 
-    def _html_parts(self, model: ServedModel, text: str) -> list[HtmlPart]:
-        """Split HTML; a run whose tags cannot be placed, or that is too long for the model, is split at its tags."""
-        runs = split_html(text)
-        if model.by_sentence:
-            runs = [sentence for run in runs for sentence in run.split_sentences()]
-        parts: list[HtmlPart] = []
-        for part in runs:
-            if part.has_tags and not (part.is_balanced and sum(model.split(part.text)[1]) < model.max_length):
-                parts += part.split_at_tags()
-            else:
-                parts.append(part)
-        return parts
+    def _html_parts(self, model: ServedModel, text: str) -> HtmlText:
+        """Read HTML; a run of text that is too long for the model is split at its tags."""
+
+        def fits(text: str) -> bool:
+            return sum(model.split(text)[1]) < model.max_length
+
+        return HtmlText(text, sentences=model.by_sentence, fits=fits)
 
 
 def join_alignments(
