@@ -216,6 +216,13 @@ def test_open_documents() -> None:
     assert ODF in content
 
 
+def test_an_old_manifest_declares_its_namespace_in_a_dtd_only() -> None:
+    members: dict[str, str | bytes] = {**members_of(odt("<text:p>text</text:p>"))}
+    doctype = '<!DOCTYPE m:manifest PUBLIC "x" "Manifest.dtd">'
+    members["META-INF/manifest.xml"] = f"{doctype}<m:manifest><m:file-entry/></m:manifest>"
+    assert read_document("a.odt", zip_of(members)).segments == ["text"]
+
+
 def test_books_stay_xhtml() -> None:
     chapter = "<h1>Hello</h1><p>One<br/>two &amp; <em>three</em> <img src='a.png' alt='x'/> four.</p>"
     data = epub(chapter, "<p>Second &#160; chapter</p>", title="A &amp; B")

@@ -45,11 +45,13 @@ def read(name: str, data: bytes) -> Document:
 
 def _count_objects(package: ZipPackage, skipped: Counter[str]) -> None:
     """Count equations and charts, which are documents of their own; refuse a file with a password."""
-    for event in package.xml("META-INF/manifest.xml").events():
-        if event.name == "manifest:encryption-data":
+    # Old files declare the namespace of their manifest in a DTD only, which is not read.
+    for event in package.xml("META-INF/manifest.xml").events(namespaces=False):
+        name = event.name.rpartition(":")[2]
+        if name == "encryption-data":
             raise package.error("encrypted", "save it as .odt without a password")
-        if event.kind == "start" and event.name == "manifest:file-entry":
-            kind = event.attributes.get("manifest:media-type", "")
+        if event.kind == "start" and name == "file-entry":
+            kind = next((value for key, value in event.attributes.items() if key.endswith("media-type")), "")
             for label in ("formula", "chart"):
                 if kind == f"application/vnd.oasis.opendocument.{label}":
                     skipped["equation" if label == "formula" else label] += 1

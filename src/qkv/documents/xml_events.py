@@ -103,9 +103,9 @@ class XmlPart:
     def _refuse_entities(self, *_: object) -> None:
         raise UsageError(f"{self.name}: {self.part} declares entities: remove its DOCTYPE and send it again")
 
-    def events(self) -> Iterator[Event]:
-        """Yield the events in order; their sources, joined, are the part."""
-        recorder = _Recorder(self)
+    def events(self, namespaces: bool = True) -> Iterator[Event]:
+        """Yield the events in order; their sources, joined, are the part. Without namespaces, names are as written."""
+        recorder = _Recorder(self, namespaces)
         fed = 0
         while fed < len(self.data):
             # A tag that does not end in a chunk is parsed again with the next one: growing chunks keep that linear.
@@ -121,12 +121,12 @@ class XmlPart:
 class _Recorder:
     """Collects expat's callbacks as events; adjacent texts are one event."""
 
-    def __init__(self, part: XmlPart) -> None:
+    def __init__(self, part: XmlPart, namespaces: bool) -> None:
         self.part = part
         self.waiting: list[Event] = []
         self.texts: list[str] = []  # of the last event
         self.names: dict[str, str] = {}
-        parser = self.parser = expat.ParserCreate("utf-8", " ")
+        parser = self.parser = expat.ParserCreate("utf-8", " " if namespaces else None)
         parser.StartElementHandler = self._start
         parser.EndElementHandler = lambda name: self._add("end", self._short(name))
         parser.CharacterDataHandler = self._text
