@@ -4,7 +4,7 @@
 #   make test    install with the test tools, then lint, types and all tests but test-outside
 #   make test-fast      the core's tests and the shape of the code, for every save: under a minute
 #   make test-gpu       the tests that need a GPU
-#   make test-outside   the tests against other projects' packages: transformers, CTranslate2, API clients
+#   make test-outside   the tests against other projects: transformers, CTranslate2, API clients, LibreOffice
 #   make lint    lint and types only
 #   make bench   the speed figures of benchmarks/
 #   make docs    the pages made from the code

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import html
 import html.parser
-import io
 import itertools
-import zipfile
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -16,7 +13,6 @@ from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
 from qkv.documents import FORMATS, Document, read_document
-from qkv.documents import docx as words
 
 PAGE = """<!doctype html>
 <html><head><title>Tom &amp; Jerry</title><style>p { color: red }</style>
@@ -280,59 +276,6 @@ def test_a_translation_is_one_line() -> None:
     assert built("a.txt", "one\ntwo\n", lambda text: f"{text}\n{text}") == "one one\ntwo two\n"
 
 
-# ---- Word ------------------------------------------------------------------------------------------------------------
-
-
-def letter() -> bytes:
-    docx = pytest.importorskip("docx", reason="python-docx is not installed: pip install 'qkv[serve]'")
-    made = docx.Document()
-    made.add_heading("The title", 1)
-    paragraph = made.add_paragraph("a ")
-    for part in ("love", "ly"):  # Word splits words into runs
-        paragraph.add_run(part).bold = True
-    paragraph.add_run(" cat.")
-    made.add_table(1, 1).cell(0, 0).text = "in a cell"
-    broken = made.add_paragraph("one line")
-    broken.runs[0].add_break()
-    broken.add_run("another")
-    made.sections[0].header.paragraphs[0].text = "at the top"
-    out = io.BytesIO()
-    made.save(out)
-    return out.getvalue()
-
-
-def test_a_word_document_keeps_its_formatting() -> None:
-    import docx
-
-    document = read_document("Letter.DOCX", letter())
-    assert document.segments == ["The title", "a lovely cat.", "in a cell", "one line another", "at the top"]
-    links = [None, [(0, 0), (1, 2), (2, 1), (3, 3)], None, None, None]
-    data = document.build(["Il titolo", "un gatto adorabile.", "in una cella", "una riga altra", "in alto"], links)
-    translated = docx.Document(io.BytesIO(data))
-    assert [p.text for p in translated.paragraphs] == ["Il titolo", "un gatto adorabile.", "una riga\n altra"]
-    assert translated.paragraphs[0].style.name == "Heading 1"
-    assert [(run.text, bool(run.bold)) for run in translated.paragraphs[1].runs] == [
-        ("un gatto ", False),
-        ("adorabile", True),
-        (".", False),
-    ]
-    assert translated.tables[0].cell(0, 0).text == "in una cella"
-    assert translated.sections[0].header.paragraphs[0].text == "in alto"
-    same = docx.Document(io.BytesIO(document.build(document.segments)))
-    before = docx.Document(io.BytesIO(letter()))
-    assert [p._p.xml for p in same.paragraphs] == [p._p.xml for p in before.paragraphs]
-
-
-def test_a_zip_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "MAX_UNPACKED_BYTES", 1 << 20)
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as parts:
-        parts.writestr("word/document.xml", b"\0" * (2 << 20))
-    assert len(out.getvalue()) < 10_000
-    with pytest.raises(UsageError, match="larger than 1 MiB"):
-        read_document("a.docx", out.getvalue())
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -342,22 +285,11 @@ def test_a_zip_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.pdf", b"x", "send one of txt, md"),
         ("noend", b"x", "send one of txt, md"),
         ("a.txt", b"one\ntwo\xff", "line 2: not UTF-8"),
-        ("a.docx", b"PK no archive", "not a Word document"),
     ],
 )
 def test_unreadable_documents_are_refused_with_a_reason(name: str, data: bytes, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_document(name, data)
-
-
-def test_a_damaged_word_document_is_refused(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as parts:
-        parts.writestr("word/document.xml", "<no document")
-    with pytest.raises(UsageError, match="damaged"):
-        read_document("a.docx", out.getvalue())
-    with pytest.raises(UsageError, match=r"damaged|not a Word document"):
-        read_document("a.docx", letter()[:-400])
 
 
 def test_every_segment_needs_a_translation() -> None:
@@ -366,7 +298,8 @@ def test_every_segment_needs_a_translation() -> None:
 
 
 def test_formats_are_named() -> None:
-    assert set(FORMATS) == {"txt", "md", "html", "htm", "srt", "vtt", "docx"}
+    text = {"txt", "md", "html", "htm", "srt", "vtt"}
+    assert set(FORMATS) == text | {"docx", "pptx", "xlsx", "odt", "epub"}
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,33 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qkv.api.file_translation import chunks, is_stream_output
 from qkv.console import Advance
-from qkv.core.errors import QkvError, UsageError
+from qkv.core.errors import UsageError
 from qkv.core.files import write_parts
 from qkv.data.alignments import Link
 from qkv.data.formats import open_text, read_any_file
-from qkv.decoding.search_request import Options
 from qkv.documents import FORMATS, Document, read_document
 from qkv.documents.plain_text import read_blocks
 
 if TYPE_CHECKING:
-    from qkv.api.translator import Translation, Translator
+    from qkv.api.translation import Translation
+    from qkv.api.translator import Translator
 
 CHUNK = 2048  # segments translated together: enough for batches of similar length
-FLAGS = ("truncated", "looped")  # of a translation as a whole; pieces may have others
 TEXT_OPTIONS = ("n_best", "prefix", "must_include", "ordered")  # one text's, so without a meaning for a document
-PASS_PROTECTED = "protected" in Options.__annotations__  # spans that the translator copies, where it has that option
 
 # Called with the number of a segment, counted from 1, its text and its translation.
 Report = Callable[[int, str, "Translation"], None]
+
+
+class HasFlags(Protocol):
+    """A translation, also one from a server."""
+
+    @property
+    def flags(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -94,15 +99,21 @@ def translate_document(
     flagged: list[FlaggedSegment] = []
     for chunk in chunks(document.segments, CHUNK):
         begin, end = chunk.first, chunk.first + len(chunk.lines)
-        more: dict[str, Any] = {"protected": document.protected[begin:end]} if PASS_PROTECTED else {}
-        translations = translator.translate(chunk.lines, first=first + begin, progress=progress, **more, **options)
+        spans = document.protected[begin:end]
+        translations = translator.translate(
+            chunk.lines, first=first + begin, protected=spans, progress=progress, **options
+        )
         for number, (source, each) in enumerate(zip(chunk.lines, translations, strict=True), first + begin + 1):
             if flags := flags_of(each):
                 flagged.append(FlaggedSegment(number, source, each.text, flags))
             report(number, source, each)
-        written = [each.text for each in translations]
-        texts += written
-        links += _links(translator, chunk.lines, written, has_markup[begin:end], options.get("tag", ""))
+        texts += [each.text for each in translations]
+        of_chunk: list[Sequence[Link] | None] = [None] * len(translations)
+        wanted = [i for i, each in enumerate(translations) if has_markup[begin + i] and each.text != chunk.lines[i]]
+        pairs = [chunk.lines[i] for i in wanted], [translations[i] for i in wanted]
+        for i, found in zip(wanted, translator.links(*pairs, tag=options.get("tag", "")), strict=True):
+            of_chunk[i] = found
+        links += of_chunk
     data = document.build(texts, links)
     return DocumentTranslation(document.name, document.media_type, data, len(texts), document.skipped, flagged)
 
@@ -125,32 +136,9 @@ def check_options(name: str, options: dict[str, Any]) -> None:
             raise UsageError(f"{name}: {option} applies to one text, and a document has many: {remedy}")
 
 
-def flags_of(translation: Any) -> tuple[str, ...]:
-    """Return the flags of a translation, also one from a server, and of its pieces, each once."""
-    pieces = getattr(translation, "pieces", ())
-    inner = [flag for piece in pieces for flag in piece.flags] if isinstance(pieces, Sequence) else []
-    return tuple(dict.fromkeys([*(name for name in FLAGS if getattr(translation, name)), *inner]))
-
-
-def _links(
-    translator: Translator, sources: Sequence[str], texts: Sequence[str], wanted: Sequence[bool], tag: str
-) -> list[Sequence[Link] | None]:
-    """Return the word links of the wanted pairs; None for the others, and for texts that cannot be aligned."""
-    links: list[Sequence[Link] | None] = [None] * len(sources)
-
-    def align(numbers: list[int]) -> None:
-        try:
-            aligned = translator.align([sources[i] for i in numbers], [texts[i] for i in numbers], tag=tag)
-            for i, each in zip(numbers, aligned, strict=True):
-                links[i] = sorted(each)
-        except QkvError:  # one of them is too long: find it
-            if len(numbers) > 1:
-                align(numbers[: len(numbers) // 2])
-                align(numbers[len(numbers) // 2 :])
-
-    if numbers := [i for i, text in enumerate(texts) if wanted[i] and text.strip() and text != sources[i]]:
-        align(numbers)
-    return links
+def flags_of(translation: HasFlags) -> tuple[str, ...]:
+    """Return the reasons to look at a translation."""
+    return tuple(flag for flag in translation.flags if flag != "blank")
 
 
 def _count(count: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+from qkv.api.document_translation import DocumentTranslation, translate_document
 from qkv.api.explainer import Explainer
 from qkv.api.loading import check_dtype, fast_engine
 from qkv.api.omission import Checks, OmissionCheck
@@ -24,6 +25,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import one_line
 from qkv.core.transformer import Model, StepModel
+from qkv.data.alignments import Link, join_alignments
 from qkv.data.subwords import readable_tokens
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
@@ -315,6 +317,37 @@ class Translator(Explainer):
         others = self.alternatives(sources.pieces[number], targets.pieces[number], position, n, **options)
         before, after = targets.pieces[:number], targets.pieces[number + 1 :]
         return [dataclasses.replace(each, text=targets.join([*before, each.text, *after])) for each in others]
+
+    def links(
+        self, sources: Sequence[str], translations: Sequence[Translation], *, tag: str = ""
+    ) -> list[list[Link] | None]:
+        """Return links from the words of each source to those of its translation; None if a piece cannot be aligned."""
+        pairs = [
+            (source[slice(*piece.source)], each.text[slice(*piece.target)])
+            for source, each in zip(sources, translations, strict=True)
+            for piece in each.pieces
+        ]
+        found = iter(self._piece_links(pairs, tag))
+        links, rest = [], iter(pairs)
+        for source, each in zip(sources, translations, strict=True):
+            of_text = [next(rest) for _ in each.pieces]
+            read, written = [pair[0] for pair in of_text], [pair[1] for pair in of_text]
+            links.append(join_alignments(source, each.text, read, written, [next(found) for _ in of_text]))
+        return links
+
+    def _piece_links(self, pairs: Sequence[tuple[str, str]], tag: str) -> list[list[Link] | None]:
+        """Align pieces; one that cannot be aligned, because it is too long, has no links."""
+        try:
+            return [sorted(each) for each in self.align([a for a, _ in pairs], [b for _, b in pairs], tag=tag)]
+        except QkvError:
+            if len(pairs) == 1:
+                return [None]
+            half = len(pairs) // 2
+            return [*self._piece_links(pairs[:half], tag), *self._piece_links(pairs[half:], tag)]
+
+    def translate_document(self, source: str | Path | bytes, **options: Any) -> DocumentTranslation:
+        """Translate a document: see `qkv.api.document_translation.translate_document`."""
+        return translate_document(self, source, **options)
 
     def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path | None:
         """Learn a vocabulary shortlist from the training pairs, and save it in the run folder.

@@ -135,3 +135,25 @@ def batch_alignment(store: TokenStore, indices: NDArray[np.int64]) -> Tensor:
     flat, lengths = store.rows(ALIGNMENT, indices)
     rows = np.repeat(np.arange(len(indices)), lengths // 2)[:, None]
     return torch.from_numpy(np.concatenate([rows, flat.reshape(-1, 2)], axis=1, dtype=np.int64))
+
+
+def join_alignments(
+    source: str,
+    target: str,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    links: Sequence[Sequence[Sequence[int]] | None],
+) -> list[Link] | None:
+    """Join the word alignments of the sentences of a text; None if a sentence has none.
+
+    Also None if joining without spaces merged two words into one: the word numbers would be wrong.
+    """
+    joined: list[Link] = []
+    source_words, target_words = 0, 0  # in the sentences so far
+    for source_part, target_part, part_links in zip(sources, targets, links, strict=True):
+        if part_links is None:
+            return None
+        joined += [(source_words + i, target_words + j) for i, j in part_links]
+        source_words += len(word_spans(source_part))
+        target_words += len(word_spans(target_part))
+    return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None

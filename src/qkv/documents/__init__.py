@@ -24,6 +24,10 @@ FORMATS = {  # suffix: module
     "srt": "subtitles",
     "vtt": "subtitles",
     "docx": "docx",
+    "pptx": "pptx",
+    "xlsx": "xlsx",
+    "odt": "odt",
+    "epub": "epub",
 }
 BOM = b"\xef\xbb\xbf"
 CHARSET = "; charset=utf-8"
@@ -40,7 +44,7 @@ class Document:
     def __init__(
         self, name: str, media_type: str, parts: Sequence[Segment], join: Join, skipped: Mapping[str, int] | None = None
     ) -> None:
-        self.name, self.media_type, self.parts, self._join = name, media_type, parts, join
+        self.name, self.media_type, self.parts, self.join = name, media_type, parts, join
         self.skipped = Counter(skipped or {})
         self.segments = [part.text for part in parts]  # without markup, in order
         self.protected = [part.protected for part in parts]
@@ -53,7 +57,7 @@ class Document:
     @property
     def has_markup(self) -> list[bool]:
         """Whether each segment contains inline markup; only those need an alignment."""
-        return [bool(part.marks) for part in self.parts]
+        return [part.needs_alignment for part in self.parts]
 
     def build(self, translations: Sequence[str], alignments: Sequence[Iterable[Link] | None] | None = None) -> bytes:
         """Return the file with one translation for each segment.
@@ -67,7 +71,7 @@ class Document:
         links = [None] * len(translations) if alignments is None else alignments
         triples = zip(self.parts, translations, links, strict=True)
         try:
-            return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
+            return self.join([None if text == part.text else part.build(text, link) for part, text, link in triples])
         except UnicodeEncodeError as error:
             half = f"U+{ord(error.object[error.start]):04X}"
             raise UsageError(f"{self.name}: a translation contains half of a character ({half}): remove it") from None

@@ -1,235 +1,121 @@
-"""Word documents (.docx): the paragraphs of body, tables, text boxes, headers and footers, with character formatting.
+"""Word documents (.docx): body, tables, text boxes, headers, footers, footnotes and endnotes.
 
-Word splits a paragraph into runs. Adjacent runs with equal formatting form a group. The formatting of most characters
-is the paragraph's base; every other group becomes a mark, so a bold word is bold in the translation. Pictures, notes
-and line breaks are marks too. Paragraphs with fields or tracked changes, or with very many marks, are kept unchanged.
+A run's formatting is a mark, a hyperlink a container. Tabs, breaks, pictures, note references, equations, bookmarks,
+fields (page numbers, dates) and content controls inside a paragraph are marks: they stay, as they are, between the
+same words. Kept and counted in `Document.skipped`: paragraphs with tracked changes or in a field of several paragraphs
+(a table of contents), equations, fields, content controls, comments, charts, diagrams and embedded files.
 """
 
 from __future__ import annotations
 
-import copy
-import html
-import io
-import zipfile
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import ClassVar
 
-from qkv.core.errors import UsageError
 from qkv.documents import Document
-from qkv.documents.inline_markup import split_at
-from qkv.documents.segments import NUMBERED_TAG, Segment, TextFormat, Token, make_segment, too_many_marks
-
-if TYPE_CHECKING:
-    from docx.document import Document as WordDocument
+from qkv.documents.office_runs import RunStory, count_untranslated, part_types
+from qkv.documents.office_story import MAX_NESTING, Item, KeptError, Style, kept_item, package_document
+from qkv.documents.segments import Segment
+from qkv.documents.xml_events import Event, XmlPart, escape_xml
+from qkv.documents.zip_package import ZipPackage
 
 WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
-MAX_UNPACKED_BYTES = 100 << 20
-MAX_MEMBERS = 5000  # files in the archive
-UNSUPPORTED = "fldChar fldSimple instrText ins del moveFrom moveTo sdt smartTag".split()
-TEXT = "t tab noBreakHyphen".split()
-FORMATTING = "rPr lastRenderedPageBreak".split()
-AS_XML = TextFormat(partial(html.escape, quote=False))  # built text keeps its numbered tags, which `_write` reads
-
-Runs = list[tuple[Any, Any]]  # each run with its hyperlink, or None
-Group = tuple[int, Runs, str | None]  # number of the formatting, the runs, their text (None: other content)
+PARTS = (".header+xml", ".footer+xml", ".footnotes+xml", ".endnotes+xml")
+ELEMENTS = {"\t": "tab", "\u2011": "noBreakHyphen", "\u00ad": "softHyphen"}  # characters that Word writes as elements
+CHARACTERS = re.compile(f"([{''.join(ELEMENTS)}])")
 
 
 def read(name: str, data: bytes) -> Document:
-    word = WordFile(data, name)
-    return Document(name, WORD_TYPE, word.segments, word.write)
+    package = ZipPackage(name, data, "a Word document", "docx")
+    types = part_types(package)
+    main = [member for member, kind in types.items() if kind.endswith(".main+xml") and "word" in kind]
+    if not main:
+        raise package.error("not a Word document")
+    segments: list[Segment] = []
+    skipped = Counter(count_untranslated(package, types))
+    parts = [*main, *(member for member, kind in types.items() if kind.endswith(PARTS))]
+    stories = [(part, WordStory(package.xml(part), segments, skipped)) for part in parts]
+    return package_document(package, WORD_TYPE, stories, segments, skipped)
 
 
-class WordFile:
-    """The translatable paragraphs of a Word document, and the document with new text in them."""
+class WordStory(RunStory):
+    paragraphs = frozenset(["w:p"])
+    run, properties, text = "w:r", "w:rPr", "w:t"
+    containers = frozenset("w:hyperlink w:smartTag w:customXml w:bdo w:dir".split())
+    container_properties = frozenset("w:smartTagPr w:customXmlPr".split())
+    dropped = frozenset("w:proofErr w:lastRenderedPageBreak".split())
+    breaks = frozenset("w:br w:cr w:ptab".split())
+    characters: ClassVar[Mapping[str, str]] = {f"w:{name}": character for character, name in ELEMENTS.items()}
+    untranslated: ClassVar[Mapping[str, str]] = {
+        "w:fldSimple": "field",
+        "w:sdt": "content control",
+        "w:ruby": "phonetic guide",
+    }
+    shown = frozenset("w:fldSimple w:sdt".split())
+    unsupported: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        "w:ins w:del w:moveFrom w:moveTo".split(), "tracked change"
+    )
+    ranges: ClassVar[Mapping[str, str]] = {
+        f"w:{name}{edge}": name for name in ("bookmark", "commentRange", "perm") for edge in ("Start", "End")
+    }
 
-    def __init__(self, data: bytes, name: str) -> None:
-        self.data, self.name = data, name
-        self.parts = [_read_paragraph(paragraph) for paragraph in _paragraphs(_open(data, name))]
+    def __init__(self, part: XmlPart, segments: list[Segment], skipped: Counter[str]) -> None:
+        self._open_fields: dict[int, int] = {}  # level: fields that continue in the next paragraph
+        super().__init__(part, segments, skipped)
 
-    @property
-    def segments(self) -> list[Segment]:
-        return [part for part in self.parts if part is not None]
+    def read_items(self, name: str, events: list[Event], level: int) -> list[Item]:
+        """The items of a paragraph; a field is one mark, but a hyperlink field is a container."""
+        depths = self._open_fields
+        depths.pop(level + 1, None)
+        before = depth = lowest = depths.get(level, 0)
+        for event in events:
+            if event.kind == "start" and event.name == "w:fldChar":
+                edge = event.attributes.get("w:fldCharType")
+                depth += (edge == "begin") - (edge == "end")
+                lowest = min(lowest, depth)
+        depths[level] = max(depth, 0)
+        if before or depth or lowest < 0:
+            raise KeptError("field")
+        open_fields: list[list[Item]] = [[]]
+        for item in super().read_items(name, events, level):
+            if item.field == "begin":
+                open_fields.append([])
+            open_fields[-1].append(item)
+            if item.field == "end":
+                done = open_fields.pop()
+                open_fields[-1] += self._field(done)
+            if len(open_fields) > MAX_NESTING:
+                raise KeptError("field")
+        return open_fields[0]
 
-    def write(self, built: Iterable[str | None]) -> bytes:
-        """Return the document with one built text for each segment; None keeps the paragraph."""
-        word = _open(self.data, self.name)
-        texts = iter(built)
-        for paragraph, part in zip(_paragraphs(word), self.parts, strict=True):
-            text = None if part is None else next(texts)
-            if text is not None:
-                _write_paragraph(paragraph, text)
-        out = io.BytesIO()
-        word.save(out)
-        return out.getvalue()
+    def _field(self, items: list[Item]) -> list[Item]:
+        edges = [item.field for item in items]
+        shown = edges.index("separate") if "separate" in edges else len(items) - 1
+        instruction = "".join(item.text for item in items[:shown] if item.field == "instruction")
+        sources = [item.source for item in items]
+        if instruction.split()[:1] == ["HYPERLINK"] and "separate" in edges:
+            opening = Item("open", "".join(sources[: shown + 1]), field="field")
+            return [opening, *items[shown + 1 : -1], Item("close", sources[-1], field="field")]
+        if any(item.kind in ("open", "close") for item in items):
+            raise KeptError("field")
+        self.skipped["field"] += 1
+        return [kept_item("".join(sources), "".join(item.text for item in items[shown:] if item.kind == "text"))]
 
+    def field_edge(self, event: Event) -> str:
+        if event.name == "w:fldChar":
+            return event.attributes.get("w:fldCharType", "")
+        return "instruction" if event.name == "w:instrText" else ""
 
-def _open(data: bytes, name: str) -> WordDocument:
-    try:
-        import docx
-    except ImportError:
-        raise UsageError(f"{name}: Word documents need python-docx: pip install 'qkv[serve]'") from None
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, OSError):
-        raise UsageError(f"{name}: not a Word document: save it as .docx again") from None
-    # Reading a member yields at most the size in the archive's directory, so this bounds the memory.
-    if sum(member.file_size for member in members) > MAX_UNPACKED_BYTES or len(members) > MAX_MEMBERS:
-        raise UsageError(f"{name}: larger than {MAX_UNPACKED_BYTES >> 20} MiB when unpacked: send it in parts")
-    try:
-        return docx.Document(io.BytesIO(data))
-    except Exception as error:  # the error depends on the damaged part
-        raise UsageError(f"{name}: damaged Word document ({type(error).__name__}): save it again") from None
+    def visible_text(self, event: Event, text: str) -> str:
+        """Word ignores outer white space unless the text says otherwise."""
+        return text if event.attributes.get("xml:space") == "preserve" else text.strip(" \t\r\n")
 
-
-def _qualified(name: str) -> str:
-    return f"{{http://schemas.openxmlformats.org/wordprocessingml/2006/main}}{name}"
-
-
-def _local_name(element: Any) -> str:
-    return str(element.tag).rsplit("}", 1)[-1]
-
-
-# ---- reading a paragraph ---------------------------------------------------------------------------------------------
-
-
-def _paragraphs(word: WordDocument) -> Iterator[Any]:
-    """Yield the supported paragraphs of the body (tables and text boxes included), headers and footers."""
-    roots = [word.element.body]
-    for section in word.sections:
-        for margin in (section.header, section.footer, section.first_page_header, section.first_page_footer):
-            if not margin.is_linked_to_previous:
-                roots.append(margin._element)
-    for root in roots:
-        for paragraph in root.iter(_qualified("p")):
-            if not any(True for _ in paragraph.iter(*map(_qualified, UNSUPPORTED))):
-                yield paragraph
-
-
-def _read_paragraph(paragraph: Any) -> Segment | None:
-    """Make a segment; each group without the base formatting is a mark, numbered by its position."""
-    groups = _groups(paragraph)
-    base = _base_formatting(groups)
-    tokens: list[Token] = []
-    for place, (number, runs, text) in enumerate(groups):
-        if text is None:
-            is_break = runs[0][0].find(_qualified("br")) is not None
-            tokens.append(Token("standalone", f"<x{place}/>", " " if is_break else ""))
-        elif number == base:
-            tokens.append(Token("text", text, text))
-        else:
-            tokens += [Token("open", f"<x{place}>"), Token("text", text, text), Token("close", f"</x{place}>")]
-    return None if too_many_marks(tokens) else make_segment(tokens, AS_XML)
-
-
-def _groups(paragraph: Any) -> list[Group]:
-    """Group adjacent text runs with equal formatting and equal hyperlink; a run with other content is its own group."""
-    runs: Runs = []
-    for child in list(paragraph):
-        if child.tag == _qualified("r"):
-            runs += [(run, None) for run in _split_run(child)]
-        elif child.tag == _qualified("hyperlink"):
-            runs += [(part, child) for run in list(child.iterchildren(_qualified("r"))) for part in _split_run(run)]
-    numbers: dict[tuple[str, int], int] = {}
-    groups: list[Group] = []
-    for run, link in runs:
-        text = _run_text(run)
-        properties = run.find(_qualified("rPr"))
-        formatting = "" if properties is None else str(properties.xml), id(link)
-        number = numbers.setdefault(formatting, len(numbers))
-        last_number, last_runs, last_text = groups[-1] if groups else (-1, [], None)
-        if text is not None and last_text is not None and last_number == number:
-            groups[-1] = (number, [*last_runs, (run, link)], last_text + text)
-        else:
-            groups.append((number, [(run, link)], text))
-    return groups
-
-
-def _split_run(run: Any) -> list[Any]:
-    """Split a run in place, so that text and other content are in separate runs."""
-    runs = [run]
-    content = [child for child in run if _local_name(child) not in FORMATTING]
-    for child, before in zip(content[1:], content, strict=False):
-        if (_local_name(child) in TEXT) != (_local_name(before) in TEXT):
-            after = copy.deepcopy(run)
-            for other in list(after):
-                if other.tag != _qualified("rPr"):
-                    after.remove(other)
-            runs[-1].addnext(after)
-            runs.append(after)
-        if len(runs) > 1:
-            runs[-1].append(child)
-    return runs
-
-
-def _run_text(run: Any) -> str | None:
-    """Return the text of a run, or None if it has other content."""
-    text = ""
-    for child in run:
-        name = _local_name(child)
-        if name in TEXT:
-            text += {"tab": "\t", "noBreakHyphen": "\u2011"}.get(name, child.text or "")
-        elif name not in FORMATTING:
-            return None
-    return text
-
-
-def _base_formatting(groups: list[Group]) -> int:
-    """The number of the formatting that covers the most characters."""
-    lengths: Counter[int] = Counter()
-    for number, _, text in groups:
-        lengths[number] += len(text or "")
-    return max(lengths, key=lambda number: lengths[number], default=0)
-
-
-# ---- writing a paragraph ---------------------------------------------------------------------------------------------
-
-
-def _write_paragraph(paragraph: Any, built: str) -> None:
-    """Replace the runs of a paragraph by copies of them that contain the built text."""
-    groups = _groups(paragraph)
-    base_number = _base_formatting(groups)
-    base = next(place for place, (number, _, text) in enumerate(groups) if number == base_number and text is not None)
-    old = [run if link is None else link for _, runs, _ in groups for run, link in runs]
-    place = paragraph.index(old[0])
-    new = [_copy_run(groups[base if at is None else at], text) for at, text in _stretches(built)]
-    for element in old:
-        if element.getparent() is paragraph:
-            paragraph.remove(element)
-    for offset, element in enumerate(new):
-        paragraph.insert(place + offset, element)
-
-
-def _stretches(built: str) -> Iterator[tuple[int | None, str | None]]:
-    """Yield (position of the group or None for base formatting, text or None for other content)."""
-    inside: list[int] = []
-    for text, tag in split_at(NUMBERED_TAG, built):
-        if text:
-            yield inside[-1] if inside else None, html.unescape(text)
-        if tag is None:
-            break
-        if tag[3]:
-            yield int(tag[2]), None
-        elif tag[1]:
-            inside.pop()
-        else:
-            inside.append(int(tag[2]))
-
-
-def _copy_run(group: Group, text: str | None) -> Any:
-    """Copy the first run of a group, inside its hyperlink; `text` replaces its content unless it is None."""
-    from docx.text.run import Run
-
-    run, link = group[1][0]
-    run_copy = copy.deepcopy(run)
-    if text is not None:
-        Run(run_copy, None).text = text  # type: ignore[arg-type]  # the parent is not used
-    if link is None:
-        return run_copy
-    link_copy = copy.deepcopy(link)
-    for child in list(link_copy):
-        link_copy.remove(child)
-    link_copy.append(run_copy)
-    return link_copy
+    def write_text(self, style: Style, text: str) -> str:
+        name, out = style.prefix, [style.before]
+        for stretch in CHARACTERS.split(text):
+            if stretch in ELEMENTS:
+                out.append(f"<{name}{ELEMENTS[stretch]}/>")
+            elif stretch:
+                out.append(f'<{name}t xml:space="preserve">{escape_xml(stretch)}</{name}t>')
+        return "".join([*out, style.after])

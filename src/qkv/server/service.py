@@ -20,7 +20,7 @@ from starlette.types import Scope
 
 from qkv.api.translation import best_combinations
 from qkv.core.errors import UsageError
-from qkv.data.alignments import Link, word_spans
+from qkv.data.alignments import Link, join_alignments
 from qkv.documents.html_text import HtmlText
 from qkv.documents.segments import Segment
 from qkv.segmentation.sentences import Span, tiles
@@ -317,28 +317,6 @@ def _joined(
         for source, target, part in spans
     ]
     return TranslationResult.combine(joined, parts, links, pieces)
-
-
-def join_alignments(
-    source: str,
-    target: str,
-    sources: Sequence[str],
-    targets: Sequence[str],
-    links: Sequence[Sequence[Sequence[int]] | None],
-) -> list[Link] | None:
-    """Join the word alignments of the sentences of a text; None if a sentence has none.
-
-    Also None if joining without spaces merged two words into one: the word numbers would be wrong.
-    """
-    joined: list[Link] = []
-    source_words, target_words = 0, 0  # in the sentences so far
-    for source_part, target_part, part_links in zip(sources, targets, links, strict=True):
-        if part_links is None:
-            return None
-        joined += [(source_words + i, target_words + j) for i, j in part_links]
-        source_words += len(word_spans(source_part))
-        target_words += len(word_spans(target_part))
-    return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None
 
 
 def service_of(request: Request) -> Service:

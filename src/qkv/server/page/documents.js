@@ -4,7 +4,7 @@ import { requestJson, send } from "./api.js";
 import { pairOf, served } from "./models.js";
 
 const EVERY = 500;  // milliseconds between two requests for the progress of a document
-const KNOWN = ["txt", "md", "html", "srt", "docx"];
+const KNOWN = ["txt", "md", "html", "srt", "docx", "pptx", "xlsx", "odt", "epub"];
 
 export function begin() {
   const formats = served.settings.supportedFilesFormat?.map(name => name.replace(/^\./, "")) ?? KNOWN;
