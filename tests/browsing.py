@@ -50,7 +50,7 @@ def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) ->
     yield open_page
     for context in contexts:
         context.close()
-    assert complaints == []
+    assert complaints == [], complaints
 
 
 def expect_text(page: Any, place: str, text: str | re.Pattern[str]) -> None:

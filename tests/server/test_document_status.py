@@ -18,7 +18,12 @@ class CountingService:
     async def translate(
         self, client: str, model: Any, target: str, texts: list[str], **_: Any
     ) -> list[TranslationResult]:
-        return [TranslationResult([text.upper()], 0.0, 0.0, 1, 1, "flag" in text, False) for text in texts]
+        return [
+            TranslationResult(
+                [text.upper()], 0.0, 0.0, 1, 1, "flag" in text, False, flags=("truncated",) * ("flag" in text)
+            )
+            for text in texts
+        ]
 
 
 def test_skipped_and_flagged_parts_are_reported() -> None:

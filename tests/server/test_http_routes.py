@@ -35,7 +35,7 @@ def test_a_list_of_texts_is_translated_as_offline(server: Server, translator: qk
     texts = [*LINES, "", "  ", "\n", f"{LINES[0]}\n\n{LINES[1]}", " ".join(LINES[:8])]
     translated = server.translate(texts)
     assert translated == [each.text for each in translator.translate(texts)]
-    assert translated[len(LINES) : len(LINES) + 3] == ["", "", ""]
+    assert translated[len(LINES) : len(LINES) + 3] == ["", "  ", "\n"]
 
 
 def test_alternatives_are_the_n_best(server: Server, translator: qkv.Translator) -> None:
@@ -54,6 +54,8 @@ def test_details_equal_those_of_the_translation(server: Server, translator: qkv.
         for details, text in zip(server.request("/translate", body).json["details"], texts, strict=True):
             expected = translator.translate(text.strip())
             assert details.pop("finish_reason") == expected.finish_reason
+            assert details.pop("flags") == [flag for flag in expected.flags if flag != "blank"]
+            assert len(details.pop("pieces")) == (len(expected.pieces) if form == "text" and text else 0)
             assert (details.pop("truncated"), details.pop("looped")) == (expected.truncated, expected.looped)
             wanted = {name: getattr(expected, name) for name in ("score", "logprob", "length_ratio")}
             assert details == pytest.approx(wanted, abs=1e-3)

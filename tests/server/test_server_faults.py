@@ -112,7 +112,7 @@ def test_invalid_json_is_refused(server: Server, body: bytes) -> None:
 def test_zero_length(server: Server) -> None:
     assert server.translate("") == ""
     assert server.translate([]) == []
-    assert server.translate(["", "\n\n", "  "]) == ["", "", ""]
+    assert server.translate(["", "\n\n", "  "]) == ["", "\n\n", "  "]
     assert server.request("/detect", {"q": ""}).json == []
     empty = server.request("/documents?name=a.txt&target=it", b"")
     assert server.request(f"/documents/{empty.json['id']}", method="DELETE").status == 204

@@ -64,7 +64,7 @@ class Stub:
         return {
             "keyRequired": bool(self.key),
             "charLimit": 500,
-            "supportedFilesFormat": FORMATS,
+            "supportedFilesFormat": [f".{suffix}" for suffix in FORMATS],
         }
 
     def translate(self, asked: Any) -> Any:

@@ -65,6 +65,7 @@ def train(
     and with its model, subwords and languages, whatever the config says of these. With `resume`, training goes on from
     the newest state in the folder, from the beginning if there is none yet; config and text are then the folder's own.
     """
+    ended = False
     several = all(name in os.environ for name in TORCHRUN) and os.environ["WORLD_SIZE"] != "1"
     with joined() if several else nullcontext(ALONE) as world, ExitStack() as held:
         if world.first:
@@ -84,7 +85,9 @@ def train(
         page = opened.path / "card.md"
         if (fit(opened, prepared, world) or not page.exists()) and world.first:
             files.write_text(page, card(opened, prepared))
-            measure_run(opened, prepared)
+            ended = True
+    if ended:
+        measure_run(opened, prepared)
     return opened
 
 
