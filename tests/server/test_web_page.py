@@ -273,6 +273,8 @@ def test_an_old_response_never_replaces_a_newer_one(opened: Open, stub: Stub) ->
         ({"looped": True}, "loop"),
         ({"length_ratio": 5.0}, "5.0 times as long"),
         ({"length_ratio": 0.1}, "may be missing"),
+        ({"flags": ["omission"]}, "may be missing"),
+        ({"flags": ["protected"]}, "doubtful place"),
     ],
 )
 def test_warnings_are_shown(detail: dict[str, Any], said: str, opened: Open, stub: Stub) -> None:

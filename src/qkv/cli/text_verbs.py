@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -210,7 +211,8 @@ def _chunk_work(translator: Translator, options: Mapping[str, Any], as_json: boo
     def work(chunk: Chunk) -> tuple[str, dict[str, int]]:
         translations = translator.translate(chunk.lines, first=chunk.first, progress=progress, **options)
         rows = [_format(each, number, ranked, as_json) for number, each in enumerate(translations, chunk.first + 1)]
-        counts = {name: sum(getattr(each, name) for each in translations) for name in ("truncated", "looped")}
+        counts = Counter(flag for each in translations for flag in each.flags if flag != "blank")
+        counts["dropped"] = sum(each.dropped for each in translations)
         return "".join(f"{row}\n" for row in rows), counts
 
     return work
@@ -249,6 +251,12 @@ def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | No
         say(f"{file}: {ended_early:,} translations reached the maximum length ({limit})")
     if looped := counts.get("looped"):
         say(f"{file}: {looped:,} translations were repetitive and were searched again (--json marks them)")
+    if omitted := counts.get("omission"):
+        say(f"{file}: {omitted:,} translations may leave something out (--json marks them)")
+    if protected := counts.get("protected"):
+        say(f"{file}: {protected:,} translations have a URL, a placeholder or the like in a doubtful place (--json)")
+    if dropped := counts.get("dropped"):
+        say(f"{file}: {dropped:,} zero-width spaces and soft hyphens were left out")
     if bad:
         say(f"{file}: {bad:,} lines were not UTF-8; their output is empty")
 

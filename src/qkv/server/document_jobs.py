@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -111,7 +112,7 @@ class JobStore:
                 chunk = range(begin, min(begin + CHUNK, job.total))
                 for markup in (False, True):
                     numbers = [i for i in chunk if has_markup[i] == markup]
-                    results = await self._translate_texts(job, model, target, [segments[i] for i in numbers], markup)
+                    results = await self._translate_segments(job, model, target, document, numbers, aligned=markup)
                     for i, result in zip(numbers, results, strict=True):
                         translated[i], links[i] = result.texts[0], next(iter(result.links), None)
                         if flags := flags_of(result):
@@ -128,14 +129,24 @@ class JobStore:
         finally:
             job.expires = time.monotonic() + self.service.limits.retention
 
-    async def _translate_texts(
-        self, job: DocumentJob, model: ServedModel, target: str, texts: list[str], aligned: bool
+    async def _translate_segments(
+        self,
+        job: DocumentJob,
+        model: ServedModel,
+        target: str,
+        document: Document,
+        numbers: Sequence[int],
+        *,
+        aligned: bool,
     ) -> list[TranslationResult]:
         """Translate some segments; repeats the request if the model process dies."""
         client = f"document {job.id}"  # its own place in the fair queue, so that the uploader's other requests pass it
+        texts, spans = [document.segments[i] for i in numbers], [document.protected[i] for i in numbers]
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                return await self.service.translate(client, model, target, texts, aligned=aligned, wait_for_room=True)
+                return await self.service.translate(
+                    client, model, target, texts, protected=spans, aligned=aligned, wait_for_room=True
+                )
             except Refusal as error:
                 if error.status_code != 503 or not attempts_left:
                     raise

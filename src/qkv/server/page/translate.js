@@ -81,12 +81,13 @@ function display(translated, details) {
 }
 
 // Warnings about a translation.
-function flags({ truncated, looped, length_ratio: ratio }) {
+function flags({ truncated, looped, length_ratio: ratio, flags: doubts = [] }) {
   return [
     truncated && "The translation was cut off at the greatest length allowed.",
     looped && "The model ran in a loop here; this is the better of two attempts.",
     ratio > 3 && `The translation is ${ratio.toFixed(1)} times as long as the text.`,
-    ratio < 1 / 3 && "The translation is much shorter than the text: something may be missing.",
+    doubts.includes("protected") && "A link, a placeholder or the like stands in a doubtful place.",
+    (ratio < 1 / 3 || doubts.includes("omission")) && "The translation is short for the text: something may be missing.",
   ].filter(Boolean);
 }
 
