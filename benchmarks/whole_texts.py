@@ -1,14 +1,14 @@
 """Whole texts against single sentences: are joined lines found again, translated completely, and as well?
 
-    python benchmarks/whole_texts.py RUN SRC REF [--pieces 10000] [--seed 1] [--beam N] [--no-power]
+    python benchmarks/whole_texts.py RUN SRC REF [--pieces 10000] [--seed 1] [--beam N] [--detect 200]
 
 Lines of a test set (SRC, REF) that end in . ! or ? on both sides are joined, 2 to 20 consecutive ones to a text, until
 the texts have `--pieces` lines. The run translates (a) every line alone and (b) the texts, with default options. The
 report says which joins are borders of pieces, whether spans tile source and translation, whether a piece has no
 translation, the chrF of (a) and (b), and what the omission check did.
 
-Detection: with split=False a model of single sentences leaves out much of a text. The report says how many of the texts
-come back with fewer than half the tokens of (b), and what the omission check makes of them.
+Detection: with split=False a model of single sentences leaves out much of a text. The report says how many of the first
+`--detect` texts come back with fewer than half the tokens of (b), and what the omission check makes of them.
 """
 
 from __future__ import annotations
@@ -205,10 +205,8 @@ def detection(
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    translator: qkv.Translator, texts: Sequence[JoinedText], power: bool = True, **options: Any
-) -> dict[str, Any]:
-    """Translate the lines alone and the texts, and return all figures."""
+def measure(translator: qkv.Translator, texts: Sequence[JoinedText], detect: int = 0, **options: Any) -> dict[str, Any]:
+    """Translate the lines alone and the texts, and some of these as single pieces; return all figures."""
     lines = dict.fromkeys(line for text in texts for line in text.sources)
     began = time.perf_counter()
     alone = dict(zip(lines, translator.translate(list(lines), **options), strict=True))
@@ -231,8 +229,8 @@ def measure(
         "tokens": count.first,
         "tokens_again": count.again,
     }
-    if power:
-        figures["detection"] = detection(translator, texts, whole, **options)
+    if detect:
+        figures["detection"] = detection(translator, texts[:detect], whole[:detect], **options)
     return {**figures, "seconds": time.perf_counter() - began}
 
 
@@ -252,12 +250,12 @@ def rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ratio of the two", f"{figures['chrf_ratio']:.4f}"
     yield "pieces flagged `omission`", share(figures["flagged"], figures["pieces"])
     yield "source tokens searched again by the omission check", share(figures["tokens_again"], figures["tokens"])
-    if power := figures.get("detection"):
-        yield "split=False: texts with fewer than half the tokens, unchecked", share(power["short"], power["texts"])
-        yield "of these, completed by searches in smaller pieces", share(power["completed"], power["short"])
-        yield "of these, flagged `omission`", share(power["flagged"], power["short"])
-        yield "of these, neither", share(power["missed"], power["short"])
-        both = share(power["flagged_or_short"], power["texts"])
+    if found := figures.get("detection"):
+        yield "split=False: texts with fewer than half the tokens, unchecked", share(found["short"], found["texts"])
+        yield "of these, completed by searches in smaller pieces", share(found["completed"], found["short"])
+        yield "of these, flagged `omission`", share(found["flagged"], found["short"])
+        yield "of these, neither", share(found["missed"], found["short"])
+        both = share(found["flagged_or_short"], found["texts"])
         yield "split=False, checked: texts that are flagged or have fewer than half the tokens", both
 
 
@@ -269,7 +267,7 @@ def main() -> None:
     parser.add_argument("--pieces", "--pairs", type=int, default=10_000, help="lines in all texts together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--beam", type=int, default=None, help="default: that of the run")
-    parser.add_argument("--no-power", action="store_true", help="leave out the translations with split=False")
+    parser.add_argument("--detect", type=int, default=200, help="texts to translate with split=False")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     chosen = parser.parse_args()
     sides = [path.read_text(encoding="utf-8").splitlines() for path in (chosen.src, chosen.ref)]
@@ -277,7 +275,7 @@ def main() -> None:
     translator = qkv.Translator(chosen.run)
     if translator.cutter.sentences > 1:
         print(f"{chosen.run}: a piece has up to {translator.cutter.sentences} sentences: joins are no borders")
-    figures = measure(translator, texts, power=not chosen.no_power, beam=chosen.beam)
+    figures = measure(translator, texts, detect=chosen.detect, beam=chosen.beam)
     if chosen.json:
         print(json.dumps(figures))
         return

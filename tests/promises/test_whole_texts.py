@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import qkv
-from conftest import sentences
+from conftest import Call, sentences
+from qkv.api.omission import Checks
 from qkv.api.run_limits import LEAST_LINES
 from qkv.api.run_limits import measure as measure_limits
 from qkv.api.translation import Piece, Translation
@@ -27,7 +28,7 @@ def texts() -> list[JoinedText]:
 
 
 def test_joined_sentences_come_back_whole(translator: qkv.Translator, texts: list[JoinedText]) -> None:
-    figures = measure(translator, texts, power=False)
+    figures = measure(translator, texts)
     assert figures["lines"] >= 300
     assert figures["found"] == figures["joins"]
     assert figures["extra"] == figures["untranslated"] == figures["not_tiled"] == 0
@@ -59,11 +60,24 @@ def test_what_is_lost_without_cutting_is_seen(tiny: Path, tmp_path: Path, texts:
     checks.write(tmp_path / "run")
     translator = qkv.Translator(tmp_path / "run", device="cpu")
     long = [text for text in texts if len(text.sources) > 8][:5]
-    figures = measure(translator, long)
+    figures = measure(translator, long, detect=5)
     assert figures["flagged"] == 0
     counts = figures["detection"]
     assert counts["short"] == counts["texts"] == 5
     assert counts["missed"] == 0
+
+
+def test_the_command_warns_of_what_could_not_be_trusted(tiny: Path, call: Call, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "run")
+    never = Checks(ratio=1.0, short=-100.0, rather_short=-100.0, uncovered=1.0, lines=LEAST_LINES, weights="best")
+    never.write(tmp_path / "run")  # no translation is long enough
+    (tmp_path / "text").write_text("One cat. Two dog.\n\nThe red house.\n", encoding="utf-8")
+    done = call("translate", tmp_path / "run", tmp_path / "text")
+    assert done.out == "Uno gatto. Due cane.\n\nIl rosso casa.\n"
+    assert f"{tmp_path / 'text'}: 2 translations may leave something out" in done.err
+    done = call("translate", tiny, input=b"The red house sees https://example.org/big/house and %(day)s.\nOne cat.\n")
+    assert "-: 1 translations have protected text in doubtful places" in done.err
+    assert "leave something out" not in done.err
 
 
 # ---- the benchmark itself --------------------------------------------------------------------------------------------

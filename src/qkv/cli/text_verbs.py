@@ -211,6 +211,7 @@ def _chunk_work(translator: Translator, options: Mapping[str, Any], as_json: boo
         translations = translator.translate(chunk.lines, first=chunk.first, progress=progress, **options)
         rows = [_format(each, number, ranked, as_json) for number, each in enumerate(translations, chunk.first + 1)]
         counts = {name: sum(getattr(each, name) for each in translations) for name in ("truncated", "looped")}
+        counts |= {flag: sum(flag in each.flags for each in translations) for flag in ("omission", "protected")}
         return "".join(f"{row}\n" for row in rows), counts
 
     return work
@@ -241,7 +242,7 @@ def _resume_key(translator: Translator, weights: str, options: dict[str, Any]) -
 
 
 def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | None) -> None:
-    """Report truncated, repeated and undecodable lines on stderr."""
+    """Report truncated, repeated, flagged and undecodable lines on stderr."""
     from qkv.console import say
 
     limit = "decode.extra_length" if max_length is None else "--max-length"
@@ -249,6 +250,10 @@ def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | No
         say(f"{file}: {ended_early:,} translations reached the maximum length ({limit})")
     if looped := counts.get("looped"):
         say(f"{file}: {looped:,} translations were repetitive and were searched again (--json marks them)")
+    if incomplete := counts.get("omission"):
+        say(f"{file}: {incomplete:,} translations may leave something out: check them (--json marks the pieces)")
+    if inserted := counts.get("protected"):
+        say(f"{file}: {inserted:,} translations have protected text in doubtful places: check them (--json marks them)")
     if bad:
         say(f"{file}: {bad:,} lines were not UTF-8; their output is empty")
 
