@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from qkv.api.file_translation import chunks, is_stream_output
 from qkv.console import Advance
@@ -26,13 +26,23 @@ from qkv.documents.plain_text import read_blocks
 
 if TYPE_CHECKING:
     from qkv.api.translation import Translation
-    from qkv.api.translator import Translator
+    from qkv.decoding.search_request import Options
 
 CHUNK = 2048  # segments translated together: enough for batches of similar length
 TEXT_OPTIONS = ("n_best", "prefix", "must_include", "ordered")  # one text's, so without a meaning for a document
 
 # Called with the number of a segment, counted from 1, its text and its translation.
 Report = Callable[[int, str, "Translation"], None]
+
+
+class TextTranslator(Protocol):
+    """What translates the segments: a `qkv.Translator`."""
+
+    def translate(self, text: Sequence[str], **options: Unpack[Options]) -> list[Translation]: ...
+
+    def links(
+        self, sources: Sequence[str], translations: Sequence[Translation], *, tag: str = ""
+    ) -> list[list[Link] | None]: ...
 
 
 class HasFlags(Protocol):
@@ -76,7 +86,7 @@ class DocumentTranslation:
 
 
 def translate_document(
-    translator: Translator,
+    translator: TextTranslator,
     document: Document | str | Path | bytes,
     *,
     format: str = "",
@@ -188,7 +198,7 @@ def check_output(document: Document, format: str, output: str) -> None:
 
 
 def translate_to_file(
-    translator: Translator, documents: Iterable[Document], output: str | None, **options: Any
+    translator: TextTranslator, documents: Iterable[Document], output: str | None, **options: Any
 ) -> DocumentTranslation:
     """Translate the blocks of a text, or a single document, to a file, a pipe or nowhere; return the counts."""
     total: DocumentTranslation | None = None

@@ -243,7 +243,7 @@ def _resume_key(translator: Translator, weights: str, options: dict[str, Any]) -
 
 
 def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | None) -> None:
-    """Report truncated, repeated and undecodable lines on stderr."""
+    """Report truncated, repeated, flagged and undecodable lines on stderr."""
     from qkv.console import say
 
     limit = "decode.extra_length" if max_length is None else "--max-length"
@@ -251,10 +251,10 @@ def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | No
         say(f"{file}: {ended_early:,} translations reached the maximum length ({limit})")
     if looped := counts.get("looped"):
         say(f"{file}: {looped:,} translations were repetitive and were searched again (--json marks them)")
-    if omitted := counts.get("omission"):
-        say(f"{file}: {omitted:,} translations may leave something out (--json marks them)")
-    if protected := counts.get("protected"):
-        say(f"{file}: {protected:,} translations have a URL, a placeholder or the like in a doubtful place (--json)")
+    if incomplete := counts.get("omission"):
+        say(f"{file}: {incomplete:,} translations may leave something out: check them (--json marks the pieces)")
+    if inserted := counts.get("protected"):
+        say(f"{file}: {inserted:,} translations have protected text in doubtful places: check them (--json marks them)")
     if dropped := counts.get("dropped"):
         say(f"{file}: {dropped:,} zero-width spaces and soft hyphens were left out")
     if bad:
