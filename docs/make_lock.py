@@ -45,8 +45,9 @@ def hashes(requirements: list[str], python: str) -> dict[str, str]:
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
-    requirements = [each for each in requirements if not each.startswith("torch")]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["serve"], *extras["documents"]]
+    requirements = [each for each in requirements if not each.startswith(("torch", "qkv["))]
     digests: dict[str, set[str]] = {}
     for python in PYTHONS:
         for name, digest in hashes(requirements, python).items():
