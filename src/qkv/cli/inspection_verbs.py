@@ -131,7 +131,8 @@ def _print_scores(systems: Sequence[System], comparison: Comparison | None, as_j
         return
     print(f"{ours.scores}\n{ours.diagnosis}")
     for other in others:
-        print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\nb:\n{other.diagnosis}")
+        uncut = f"b: {other.scores.uncut}\n" if other.scores.uncut else ""
+        print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\n{uncut}b:\n{other.diagnosis}")
 
 
 def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bool) -> None:
