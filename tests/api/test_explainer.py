@@ -49,6 +49,73 @@ def test_what_if(translator: qkv.Translator) -> None:
         translator.what_if(TEXT * 30, drop=[0])
 
 
+def test_every_sentence_of_a_text_has_a_map(translator: qkv.Translator, tiny: Path, call: Call, tmp_path: Path) -> None:
+    text = "One cat. Two dog.  The house runs."
+    maps = translator.attention_maps(text)
+    assert [each.text for each in maps] == ["One cat.", "Two dog.", "The house runs."]
+    assert " ".join(each.translation for each in maps) == translator.translate(text).text.replace("  ", " ")
+    given = translator.attention_maps(text, "Uno gatto. Due cane. Il casa.")
+    assert [(each.text, each.translation) for each in given[1:]] == [
+        ("Two dog.", "Due cane."),
+        ("The house runs.", "Il casa."),
+    ]
+    for (whole,) in (translator.attention_maps(text, "Uno gatto. Due."), translator.attention_maps(text, split=False)):
+        assert whole.text == text
+    assert translator.attention(text, split=False).text == text
+    for refused in (translator.attention, translator.what_if):
+        with pytest.raises(UsageError, match=r'3 pieces, "One cat\." "Two dog\." "The house runs\.": give one of them'):
+            refused(text)
+    assert translator.what_if(text, split=False).before.source == text
+    done = call("explain", tiny, text, "-o", tmp_path / "map.json")
+    assert [line for line in done.err.splitlines() if "counterpart" not in line] == [
+        *(each.translation for each in maps),
+        str(tmp_path / "map.json"),
+    ]
+    held = json.loads((tmp_path / "map.json").read_text(encoding="utf-8"))
+    assert held == json.loads(json.dumps({"sentences": [each.to_dict() for each in maps]}))
+    call("explain", tiny, text, "-o", tmp_path / "map.json", "--no-split")
+    assert json.loads((tmp_path / "map.json").read_text(encoding="utf-8"))["text"] == text
+    assert call("explain", tiny, text, "-o", tmp_path / "map.html").code == 0
+    assert "one sentence, not 3" in call("explain", tiny, text, "-o", tmp_path / "map.svg").error
+
+
+def test_source_words_without_a_counterpart_are_marked(
+    translator: qkv.Translator, tiny: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translator, "align", lambda *sides, **options: [Alignment([(0, 0), (1, 1), (4, 2)])])
+    found = translator.attention("The cat sees dog!", "Il gatto vede.")
+    assert found.unaligned == [(8, 12), (13, 16)]
+    assert found.unaligned_words == ["sees", "dog"]
+    assert found.drawn()["unaligned"] == found.to_dict()["unaligned"] == found.unaligned
+    monkeypatch.undo()
+    done = call("explain", tiny, "One cat.", "--target", "", "-o", tmp_path / "map.html")
+    assert "without a counterpart: One, cat\n" in done.err
+
+
+def test_a_text_is_aligned_sentence_by_sentence(
+    translator: qkv.Translator, tiny: Path, call: Call, tmp_path: Path
+) -> None:
+    """Links never leave a sentence; the words are numbered in the text."""
+    sources, targets = ["One cat runs.", "Two dog."], ["Uno gatto corre.", "Due cane."]
+    alone = translator.align(sources, targets)
+    expected = Alignment([*alone[0], *((i + 4, j + 4) for i, j in alone[1])])
+    texts, told = (" ".join(sources), " ".join(targets)), list[int]()
+    joined, other = translator.align([texts[0], sources[0]], [texts[1], targets[0]], progress=told.append)
+    assert (joined, other, sum(told)) == (expected, alone[0], 2)
+    whole = translator.align([texts[0]], [texts[1]], split=False)
+    assert whole != [expected]
+    spaces = translator.align(sources, targets, rule="spaces")
+    assert translator.align([texts[0]], [texts[1]], rule="spaces") == [
+        Alignment([*spaces[0], *((i + 3, j + 3) for i, j in spaces[1])])
+    ]
+    # As a whole where the numbers of sentences differ.
+    assert translator.align([texts[0]], ["Uno gatto."]) == translator.align([texts[0]], ["Uno gatto."], split=False)
+    for name, text in zip("st", texts, strict=True):
+        (tmp_path / name).write_text(f"{text}\n", encoding="utf-8")
+    assert call("align", tiny, tmp_path / "s", tmp_path / "t").out == f"{expected}\n"
+    assert call("align", tiny, tmp_path / "s", tmp_path / "t", "--no-split").out == f"{whole[0]}\n"
+
+
 def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: Path, call: Call) -> None:
     """In the small language word i translates word i, and the full stop the full stop."""
     run = tmp_path / "run"

@@ -260,6 +260,52 @@ def test_evaluate(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: P
     assert [line.split(" = ")[0] for line in shown[:4]] == ["BLEU", "BLEU lower-case, 13a", "chrF2", "TER"]
 
 
+def test_evaluate_scores_lines_of_several_sentences_with_and_without_cutting(
+    tiny: Path, call: Call, tmp_path: Path
+) -> None:
+    lines = ["One cat. Two dog.  Three house!", "The cat sees the dog.", "", "Good day. The dog runs."]
+    files = tmp_path / "text", tmp_path / "reference"
+    for file, texts in zip(files, (lines, [call("translate", tiny, input=b"One cat.\n").out.strip()] * 4), strict=True):
+        file.write_text("".join(f"{text}\n" for text in texts))
+    cut = json.loads(call("evaluate", tiny, *files, "--json").out)
+    whole = json.loads(call("evaluate", tiny, *files, "--json", "--no-split").out)
+    assert whole["uncut"] is None
+    assert cut["uncut"] == {
+        "cut_lines": 2,
+        "lines": 4,
+        "bleu_cut": cut["bleu"]["value"],
+        "bleu": pytest.approx(whole["bleu"]["value"]),
+        "chrf_cut": cut["chrf"]["value"],
+        "chrf": pytest.approx(whole["chrf"]["value"]),
+    }
+    assert cut["uncut"]["chrf"] != cut["uncut"]["chrf_cut"]
+    shown = call("evaluate", tiny, *files, "--report", tmp_path / "page.html", "--against", tiny).out
+    wanted = (
+        f"2 of 4 lines have several sentences: BLEU {cut['bleu']['value']:.2f}, {whole['bleu']['value']:.2f} without"
+    )
+    assert shown.count(wanted) == 2
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").count(wanted) == 2
+    assert "several sentences" not in call("evaluate", tiny, *files, "--no-split").out
+
+
+def test_only_the_lines_that_were_cut_are_translated_twice(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    translator, calls = qkv.Translator(tiny), list[tuple[list[str], bool]]()
+    translate = translator.translate
+
+    def record(texts: list[str], **options: Any) -> Any:
+        calls.append((texts, options.get("split", True)))
+        return translate(texts, **options)
+
+    monkeypatch.setattr(translator, "translate", record)
+    lines = ["One cat. Two dog.", "The cat sees the dog.", "Good day. The dog runs."]
+    scores, _ = api.evaluate(translator, lines, lines, prefix=["", "Il", ""])
+    assert calls == [(lines, True), ([lines[0], lines[2]], False)]
+    assert scores.uncut is not None
+    calls.clear()
+    assert api.evaluate(translator, lines[1:2], lines[1:2])[0].uncut is None
+    assert len(calls) == 1
+
+
 def test_a_run_does_not_differ_from_itself(tiny: Path, call: Call, test_set: tuple[str, str]) -> None:
     report = json.loads(call("evaluate", tiny, *test_set, "--against", tiny, "--json").out)
     assert [report["comparison"][name]["p"] for name in ("bleu", "chrf")] == [1.0, 1.0]

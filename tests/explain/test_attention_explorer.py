@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from browsing import wait_for
-from qkv.explain.attention_maps import AttentionMap
+from qkv.explain.attention_maps import AttentionMap, save_maps
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'qkv[test]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -105,9 +105,9 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     """Save a map and open it; console errors and requests fail the test."""
     contexts, complaints = [], []
 
-    def open_page(found: AttentionMap, **options: Any) -> Any:
+    def open_page(*found: AttentionMap, **options: Any) -> Any:
         path = tmp_path / "map.html"
-        found.save(path)
+        save_maps(found, path)
         contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
         page = contexts[-1].new_page()
         page.on("console", lambda message: READING in message.text or complaints.append(message.text))
@@ -296,6 +296,33 @@ def test_the_beam_is_a_tree_to_walk_through(opened: Open) -> None:
     overlap = """[...document.querySelectorAll('#tree button')].map(b => b.getBoundingClientRect()).some((a, i, all) =>
         all.slice(i + 1).some(b => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom))"""
     assert not page.evaluate(overlap)
+
+
+def test_words_without_a_counterpart_are_marked(opened: Open, small: AttentionMap) -> None:
+    page = opened(small)
+    assert not page.locator("#alignment").is_visible()
+    text = "\U0001f408 sees <b>two</b> dogs"  # the first character is two units of JavaScript
+    page = opened(dataclasses.replace(small, text=text, unaligned=[(2, 6), (18, 22)]))
+    assert page.locator("#aligned-text").inner_text() == text
+    assert page.locator("#aligned-text mark").all_inner_texts() == ["sees", "dogs"]
+    page = opened(dataclasses.replace(small, text=text, unaligned=[]))
+    assert page.locator("#aligned-text mark").count() == 0
+    assert page.locator("#alignment-about").inner_text().startswith("Every word of the source is aligned")
+
+
+def test_the_sentences_of_a_text_are_chosen_on_one_page(opened: Open, small: AttentionMap) -> None:
+    assert not opened(small).locator("#pieces").is_visible()
+    second = dataclasses.replace(made_map(1, 1, 4, 5), text="Second <i>.", translation="Due.")
+    page = opened(with_search(small), second)
+    buttons = page.locator("#pieces button")
+    assert buttons.all_inner_texts() == [f"1. {small.text}", "2. Second <i>."]
+    assert page.locator("#text").inner_text() == small.text
+    assert page.locator(".head").count() == 2 * 3 * 3
+    buttons.nth(1).click()
+    assert page.locator(".head").count() == 3
+    assert (page.locator("#text").inner_text(), page.locator("#translation").inner_text()) == ("Second <i>.", "Due.")
+    assert [buttons.nth(i).get_attribute("aria-pressed") for i in (0, 1)] == ["false", "true"]
+    assert value_at(page, 1, 2).endswith(f"{rounded(second.weights['decoder.0.cross'][0, 1, 2]):.4f}")
 
 
 # ---- everybody can use it --------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
@@ -57,7 +58,11 @@ def evaluate(
     ref: Sequence[str],
     **options: Unpack[Options],
 ) -> Evaluated:
-    """Translate source lines and score the translations against raw references; return scores and translations."""
+    """Translate source lines and score the translations against raw references; return scores and translations.
+
+    If lines were cut into sentences, those alone are also translated without (`split=False`): `scores.uncut` has the
+    scores of both.
+    """
     from qkv.api.translator import Translator
     from qkv.evaluation import metrics
 
@@ -65,8 +70,41 @@ def evaluate(
     if len(src) != len(ref):
         raise UsageError(f"{len(src)} source lines but {len(ref)} reference lines: they must correspond line by line")
     translations = translator.translate(src, **options)
-    scores = metrics.score([t.text for t in translations], ref, tgt_lang=translator.config.data.tgt_lang)
+    language, texts = translator.config.data.tgt_lang, [each.text for each in translations]
+    scores = metrics.score(texts, ref, tgt_lang=language)
+    if options.get("split", True) and (cut := _cut_lines(translator, src, translations, options)):
+        for i, translation in zip(cut, _translate_whole(translator, src, cut, **options), strict=True):
+            texts[i] = translation.text
+        uncut = metrics.score(texts, ref, tgt_lang=language, bootstrap=0, ter=False)
+        scores = dataclasses.replace(scores, uncut=metrics.Uncut.of(scores, uncut, len(cut)))
     return scores, translations
+
+
+def _translate_whole(
+    translator: Translator, src: Sequence[str], places: Sequence[int], **options: Any
+) -> list[Translation]:
+    """Translate the lines in these places without cutting them."""
+    options.pop("progress", None)  # every line is already counted
+    for name in ("prefix", "must_include", "protected"):
+        each = options.get(name, "")
+        if not isinstance(each, str) and len(each) == len(src):  # one entry for each line
+            options[name] = [each[i] for i in places]
+    return translator.translate([src[i] for i in places], **{**options, "split": False})
+
+
+def _cut_lines(
+    translator: Translator, src: Sequence[str], translations: Sequence[Translation], options: Options
+) -> list[int]:
+    """Return the places of the lines that would be in fewer pieces without `split`."""
+    newlines, protected = options.get("newlines", "join"), options.get("protected", ())
+    cut = []
+    for i, (line, translation) in enumerate(zip(src, translations, strict=True)):
+        if (count := len(translation.pieces)) > 1:
+            spans = protected[i] if protected else ()
+            whole = translator.cutter.cut(line, sentences=False, newlines=newlines, protected=spans)
+            if len(whole.pieces) < count:
+                cut.append(i)
+    return cut
 
 
 def compare(

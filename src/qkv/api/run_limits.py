@@ -65,7 +65,7 @@ def measure(translator: Translator, sources: Sequence[str]) -> Checks | None:
     checks = replace(checks, short=_limit(shortfalls, RARE), rather_short=_limit(shortfalls, RATHER_SHORT))
     pairs = [pair for pair in zip(sources, outputs, strict=True) if pair[1]]
     try:
-        shares = uncovered(pairs, lambda *sides: translator.align(*sides, tag=tag))
+        shares = uncovered(pairs, lambda *sides: translator.align(*sides, tag=tag, split=False))
     except QkvError:  # a kind of model without alignment
         return checks
     return replace(checks, uncovered=_limit(shares, RARE))

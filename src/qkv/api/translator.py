@@ -35,9 +35,8 @@ from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
 from qkv.explain.decoding_tree import EncodedSource
 from qkv.segmentation.sentences import Pieces, Span
-from qkv.segmentation.sentences import split as cut_sentences
 from qkv.segmentation.special_spaces import plain
-from qkv.segmentation.text_cutter import CutText, TextCutter
+from qkv.segmentation.text_cutter import CutText
 from qkv.worker_pool import ProcessWorkers
 
 CHUNK = 2048  # lines translated together in a stream: enough for batches of similar length
@@ -222,11 +221,6 @@ class Translator(Explainer):
     # ---- what the run folder knows of its text -----------------------------------------------------------------------
 
     @cached_property
-    def cutter(self) -> TextCutter:
-        """Return what cuts texts into pieces as long as the lines of the training text."""
-        return self.run.cutter
-
-    @cached_property
     def checks(self) -> Checks | None:
         """Return the limits of translations without omissions, measured at the end of the training."""
         return Checks.read(self.run.path)
@@ -242,7 +236,7 @@ class Translator(Explainer):
     def _omission_check(self, tag: str) -> OmissionCheck | None:
         if self.checks is None:
             return None
-        return OmissionCheck(self.checks, self.token_lengths, lambda *sides: self.align(*sides, tag=tag))
+        return OmissionCheck(self.checks, self.token_lengths, lambda *sides: self.align(*sides, tag=tag, split=False))
 
     @cached_property
     def _told(self) -> set[str]:
@@ -277,11 +271,8 @@ class Translator(Explainer):
         index after the last word means the next word. In a text of several sentences only the sentence with that word
         is continued, if the translation has as many sentences.
         """
-        sources = self.cutter.cut(source).pieces
-        language = self.config.data.tgt_lang
-        targets = cut_sentences(translation, lambda piece: True, sentences=self.cutter.sentences, language=language)
-        if 1 < len(sources) == len(targets):
-            return self._alternatives_in(sources, targets, position, n, tag=tag, beam=beam)
+        if paired := self.paired_pieces(source, translation):
+            return self._alternatives_in(*paired, position, n, tag=tag, beam=beam)
         request = SearchRequest.of(self.config, self.tokenizers.tgt, beam=beam)
         ids, tgt = self._sentence(source, tag), self.tokenizers.tgt
         written = tgt.encode(translation.strip())
@@ -338,7 +329,8 @@ class Translator(Explainer):
     def _piece_links(self, pairs: Sequence[tuple[str, str]], tag: str) -> list[list[Link] | None]:
         """Align pieces; one that cannot be aligned, because it is too long, has no links."""
         try:
-            return [sorted(each) for each in self.align([a for a, _ in pairs], [b for _, b in pairs], tag=tag)]
+            sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+            return [sorted(each) for each in self.align(sources, targets, tag=tag, split=False)]
         except QkvError:
             if len(pairs) == 1:
                 return [None]

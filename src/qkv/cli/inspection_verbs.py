@@ -131,7 +131,8 @@ def _print_scores(systems: Sequence[System], comparison: Comparison | None, as_j
         return
     print(f"{ours.scores}\n{ours.diagnosis}")
     for other in others:
-        print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\nb:\n{other.diagnosis}")
+        uncut = f"b: {other.scores.uncut}\n" if other.scores.uncut else ""
+        print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\n{uncut}b:\n{other.diagnosis}")
 
 
 def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bool) -> None:
@@ -151,24 +152,34 @@ def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bo
 
 def explain(
     run: arguments.RunArgument,
-    text: Annotated[str, typer.Argument(help="One source sentence.")],
+    text: Annotated[str, typer.Argument(help="Source text; every sentence has a map of its own.")],
     target: Annotated[str | None, option("Translation to explain; default: the model's own.")] = None,
     output: Annotated[
         Path, option("Page (.html), data (.json) or image (.png, .svg) to write.", "--output", "-o")
     ] = Path("map.html"),
+    no_split: Annotated[bool, option("Explain a text of several sentences in one piece.", "--no-split")] = False,
     tag: arguments.Tag = "",
     weights: arguments.Weights = "",
     device: arguments.Device = "auto",
 ) -> None:
-    """Show attention maps and the beam search of one sentence."""
+    """Show attention maps and the beam search of a text.
+
+    Names the source words that no word of the translation is aligned with.
+    """
     from qkv.api.translator import Translator
     from qkv.console import say
+    from qkv.explain.attention_maps import save_maps
     from qkv.explain.pages import check_output
 
     check_output(output, "an attention map")
-    attention = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
-    attention.save(output)
-    say(f"{attention.translation or '(the translation is empty)'}\n{output}")
+    translator = Translator(run, weights=weights, device=device)
+    maps = translator.attention_maps(text, target, tag=tag, split=not no_split)
+    save_maps(maps, output)
+    for each in maps:
+        say(each.translation or "(the translation is empty)")
+        if each.unaligned:
+            say(f"without a counterpart: {', '.join(each.unaligned_words)}")
+    say(str(output))
 
 
 def heads(
@@ -218,6 +229,7 @@ def align(
         str | None, option("Pharaoh file of reference alignments: report the alignment error rate.")
     ] = None,
     words: Annotated[str, option("Word boundaries: marks (spaces and punctuation) or spaces.")] = "marks",
+    no_split: Annotated[bool, option("Align a line of several sentences as a whole.", "--no-split")] = False,
     output: Annotated[str, option("Output file; - is standard output.", "--output", "-o")] = "-",
     tag: arguments.Tag = "",
     weights: arguments.Weights = "",
@@ -225,7 +237,8 @@ def align(
 ) -> None:
     """Align the words of given translations (Pharaoh format).
 
-    Prints pairs source-target of word positions, counted from 0.
+    Prints pairs source-target of word positions, counted from 0. A line of several sentences is aligned sentence by
+    sentence if its translation has as many; --find reads lines as a whole.
     """
     from qkv.api.translator import Translator
     from qkv.console import counter, say, writer
@@ -254,7 +267,7 @@ def align(
         say(f"{run / HEAD_FILE}: `qkv align {run}` will use the first of these heads")
         return
     with writer(output) as write, counter("aligning", len(sources)) as advance:
-        alignments = translator.align(sources, targets, rule=words, tag=tag, progress=advance)
+        alignments = translator.align(sources, targets, rule=words, tag=tag, split=not no_split, progress=advance)
         for alignment in alignments:
             write(str(alignment))
     if gold:

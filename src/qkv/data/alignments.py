@@ -143,6 +143,7 @@ def join_alignments(
     sources: Sequence[str],
     targets: Sequence[str],
     links: Sequence[Sequence[Sequence[int]] | None],
+    rule: str = "marks",
 ) -> list[Link] | None:
     """Join the word alignments of the sentences of a text; None if a sentence has none.
 
@@ -154,6 +155,7 @@ def join_alignments(
         if part_links is None:
             return None
         joined += [(source_words + i, target_words + j) for i, j in part_links]
-        source_words += len(word_spans(source_part))
-        target_words += len(word_spans(target_part))
-    return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None
+        source_words += len(word_spans(source_part, rule))
+        target_words += len(word_spans(target_part, rule))
+    whole = len(word_spans(source, rule)), len(word_spans(target, rule))
+    return joined if (source_words, target_words) == whole else None

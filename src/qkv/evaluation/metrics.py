@@ -86,6 +86,29 @@ class TextLoss:
 
 
 @dataclass(frozen=True)
+class Uncut:
+    """The effect of cutting lines into sentences: lines that are cut, and scores of the test set with and without."""
+
+    cut_lines: int
+    lines: int
+    bleu_cut: float
+    bleu: float
+    chrf_cut: float
+    chrf: float
+
+    @classmethod
+    def of(cls, cut: Scores, uncut: Scores, cut_lines: int) -> Uncut:
+        return cls(cut_lines, cut.lines, cut.bleu.value, uncut.bleu.value, cut.chrf.value, uncut.chrf.value)
+
+    def __str__(self) -> str:
+        have = "line has" if self.cut_lines == 1 else "lines have"
+        return (
+            f"{self.cut_lines:,} of {self.lines:,} {have} several sentences: BLEU {self.bleu_cut:.2f}, "
+            f"{self.bleu:.2f} without cutting them; chrF2 {self.chrf_cut:.2f}, {self.chrf:.2f} without"
+        )
+
+
+@dataclass(frozen=True)
 class Scores:
     """All metrics of one system on one test set."""
 
@@ -94,12 +117,13 @@ class Scores:
     bleu_lower: Score
     chrf: Score
     ter: Score | None
+    uncut: Uncut | None = None  # None: no line was cut
 
     def __iter__(self) -> Iterator[Score]:
         yield from (score for score in (self.bleu, self.bleu_lower, self.chrf, self.ter) if score is not None)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        return "\n".join(map(str, [*self, *([self.uncut] if self.uncut else [])]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

@@ -12,7 +12,7 @@ import dataclasses
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from qkv.core import files
 from qkv.core.batches import collate
+from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.data.subwords import readable_tokens
@@ -47,6 +48,7 @@ class AttentionMap:
 
     The weights are exactly those that the model used. The page rounds them to four decimals, the data file to six.
     `steps` and `beam`, if the search was recorded, are the candidates at each step and the tree of hypotheses.
+    `unaligned` are the spans in `text` of the words that no word of the translation is aligned with.
     """
 
     source: list[str]
@@ -58,6 +60,15 @@ class AttentionMap:
     rare: list[bool] = field(default_factory=list)  # for each source token, whether it is rare; empty: not measured
     steps: list[dict[str, Any]] | None = None
     beam: dict[str, Any] | None = None
+    unaligned: list[Span] | None = None  # None: not measured
+
+    @property
+    def has_cross_attention(self) -> bool:
+        return any(map(_is_cross, self.weights))
+
+    @property
+    def unaligned_words(self) -> list[str]:
+        return [self.text[begin:end] for begin, end in self.unaligned or ()]
 
     @cached_property
     def words(self) -> dict[str, list[Span]]:
@@ -84,13 +95,7 @@ class AttentionMap:
 
     def page(self) -> str:
         """Return the explorer as one HTML page that works offline."""
-        parts = {place: (PAGE / name).read_text(encoding="utf-8") for place, name in PARTS.items()}
-        parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation)}
-        parts["/*data*/"] = script_data(self.drawn())
-        # All placeholders in one pass, because the sentence may contain the text of a placeholder.
-        placeholders = "|".join(map(re.escape, parts))
-        page = (PAGE / "explorer.html").read_text(encoding="utf-8")
-        return re.sub(placeholders, lambda match: parts[match[0]], page)
+        return _page([self], self.drawn())
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), data (.json), or heat-maps of the cross-attention (.png, .svg)."""
@@ -100,7 +105,7 @@ class AttentionMap:
         elif path.suffix == ".json":
             files.write_text(path, json.dumps(self.to_dict(), ensure_ascii=False))
         else:
-            name = "source → target" if any(map(_is_cross, self.weights)) else "attention"
+            name = "source → target" if self.has_cross_attention else "attention"
             shown = {k: v for k, v in self.weights.items() if _is_cross(k)} or self.weights
             labels = {k: self.labels(k) for k in shown}
             plot_attention(shown, labels, path, title=f"{name}: {self.text} → {self.translation}")
@@ -119,6 +124,33 @@ class AttentionMap:
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "weights"}
         heads = {name: [dataclasses.asdict(head) for head in layer] for name, layer in self.heads.items()}
         return plain | {"words": self.words, "heads": heads}
+
+
+def save_maps(maps: Sequence[AttentionMap], path: str | Path) -> None:
+    """Write the maps of the pieces of a text into one page (.html) or data file (.json); one map as `save` does."""
+    if len(maps) == 1:
+        maps[0].save(path)
+        return
+    check_output(path := Path(path), "an attention map")
+    if path.suffix == ".html":
+        files.write_text(path, _page(maps, {"sentences": [each.drawn() for each in maps]}))
+    elif path.suffix == ".json":
+        plain = {"sentences": [each.to_dict() for each in maps]}
+        files.write_text(path, json.dumps(plain, ensure_ascii=False))
+    else:
+        raise UsageError(f"{path}: a picture shows one sentence, not {len(maps)}: give one, or write .html or .json")
+
+
+def _page(maps: Sequence[AttentionMap], data: dict[str, Any]) -> str:
+    """Return the explorer page of one map, or of several to choose from."""
+    parts = {place: (PAGE / name).read_text(encoding="utf-8") for place, name in PARTS.items()}
+    parts["{text}"] = html.escape(" ".join(each.text for each in maps))
+    parts["{translation}"] = html.escape(" ".join(each.translation for each in maps))
+    parts["/*data*/"] = script_data(data)
+    # All placeholders in one pass, because the sentence may contain the text of a placeholder.
+    placeholders = "|".join(map(re.escape, parts))
+    page = (PAGE / "explorer.html").read_text(encoding="utf-8")
+    return re.sub(placeholders, lambda match: parts[match[0]], page)
 
 
 def words(tokens: list[str]) -> list[Span]:

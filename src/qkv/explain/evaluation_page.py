@@ -104,7 +104,8 @@ def _scores(systems: Sequence[System], comparison: Comparison | None) -> str:
     head = ["", *(escape(system.name) for system in systems), *(["difference"] if comparison else [])]
     scores = table("On the whole test set, with 95 % bootstrap intervals", head, rows)
     signatures = "".join(f"<li>{escape(s.name)} <code>{escape(s.signature)}</code></li>" for s in systems[0].scores)
-    return f'<section class="scores"><h2>Scores</h2>{scores}<ul class="signatures">{signatures}</ul></section>'
+    uncut = "".join(f"<p>{escape(f'{s.name}: {s.scores.uncut}')}.</p>" for s in systems if s.scores.uncut)
+    return f'<section class="scores"><h2>Scores</h2>{scores}{uncut}<ul class="signatures">{signatures}</ul></section>'
 
 
 def _charts(systems: Sequence[System]) -> list[str]:

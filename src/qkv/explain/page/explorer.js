@@ -37,6 +37,11 @@ const greatest = (names, weights) => names.map((name, i) => [name, weights[i]]).
   .map(([name, weight]) => `${name} ${four(weight)}`).join(", ");
 
 const SECTIONS = `
+  <section id="alignment" aria-labelledby="alignment-title" hidden>
+    <h2 id="alignment-title">Source words without a counterpart</h2>
+    <p id="aligned-text"></p>
+    <p class="hint" id="alignment-about"></p>
+  </section>
   <section id="overview" aria-labelledby="overview-title">
     <h2 id="overview-title">Heads</h2>
     <p class="hint" id="grid-hint">Choose a head to enlarge it. The box in its corner or the space bar adds it to an
@@ -104,6 +109,7 @@ class Explorer {
     this.thumbnails();
     if (data.written.length) new Steps(data, step => { this.state.step = step; this.outline(); }, onForce);
     if (data.beam) new Beam(data.beam);
+    if (data.unaligned) this.markUnaligned();
     find("words").checked = words;
     find("words").addEventListener("change", event => { this.state.words = event.target.checked; this.redraw(); });
     find("numbers").addEventListener("toggle", () => { if (find("numbers").open) this.table(); });
@@ -276,6 +282,17 @@ class Explorer {
     find("legend").append(...Object.keys(legend).filter(role => used.has(role)).map(role => element("li", {}, badge(role))));
     find("rules").lastElementChild.append(...[...Object.entries(legend), ...Object.entries(explained)].flatMap(([name, rule]) =>
       [element("dt", {}, SIGNS[name] ? `${SIGNS[name]} ${name}` : name), element("dd", {}, rule)]));
+  }
+
+  // The source with the words marked that no word of the translation is aligned with; spans count code points.
+  markUnaligned() {
+    const { text, unaligned } = this.data, letters = Array.from(text), part = (begin, end) => letters.slice(begin, end).join("");
+    const edges = [0, ...unaligned.flat(), letters.length];
+    for (let i = 0; i + 1 < edges.length; i++) find("aligned-text").append(i % 2 ? element("mark", {}, part(edges[i], edges[i + 1])) : part(edges[i], edges[i + 1]));
+    find("alignment-about").textContent = unaligned.length
+      ? "No word of the translation is aligned with the marked words. Function words often have none; a marked name or number may be missing."
+      : "Every word of the source is aligned with a word of the translation.";
+    find("alignment").hidden = false;
   }
 
   thumbnails() {
