@@ -54,7 +54,6 @@ from qkv.training.unpadded import loss_in_parts
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.segmentation.text_cutter import LineStatistics, TextCutter
 from qkv.segmentation.text_cutter import LineStatistics, TextCutter
 from qkv.worker_pool import ProcessWorkers
 
