@@ -46,17 +46,16 @@ from qkv.options import (
     TransformerConfig,
     TranslationConfig,
 )
+from qkv.segmentation.text_cutter import LineStatistics, TextCutter
 from qkv.training import distributed, unpadded
 from qkv.training.distributed import ShardedTrainStep
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 from qkv.training.unpadded import loss_in_parts
+from qkv.worker_pool import ProcessWorkers
 
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.segmentation.text_cutter import LineStatistics, TextCutter
-from qkv.segmentation.text_cutter import LineStatistics, TextCutter
-from qkv.worker_pool import ProcessWorkers
 
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
 UPDATES_AHEAD = 4  # made before they are needed
