@@ -110,7 +110,8 @@ def hostile(kind: str) -> bytes:
 
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("word/document.xml", b"\0" * (101 << 20))
+            for name in ("[Content_Types].xml", "word/document.xml"):
+                archive.writestr(name, b"\0" * (101 << 20))
         return out.getvalue()
     return {
         "truncated.docx": b"PK\x03\x04\x14\x00",

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from qkv.api.document_translation import (
     translate_to_file,
     write_document,
 )
-from qkv.api.translator import Translation
+from qkv.api.translation import Piece, Translation
 from qkv.core.errors import QkvError, UsageError
 from qkv.documents import Document, read_document
 from qkv.documents.plain_text import read_blocks
@@ -38,13 +37,23 @@ class UpperCase:
     def translate(self, texts: Sequence[str], *, progress: Any, **options: Any) -> list[Translation]:
         self.calls.append({"texts": list(texts), **options})
         progress(len(texts))
-        return [Translation(text.upper(), 0.0, 0.0, [], [], truncated=self.flagged in text) for text in texts]
+        return [
+            Translation(
+                text.upper(),
+                0.0,
+                0.0,
+                [],
+                [],
+                pieces=[Piece((0, len(text)), (0, len(text)), 0.0, ("truncated",) * (self.flagged in text))],
+            )
+            for text in texts
+        ]
 
-    def align(self, sources: Sequence[str], targets: Sequence[str], *, tag: str) -> list[list[tuple[int, int]]]:
-        if any("long" in source for source in sources):
-            raise QkvError("too long")
+    def links(
+        self, sources: Sequence[str], translations: Sequence[Translation], *, tag: str
+    ) -> list[list[tuple[int, int]] | None]:
         self.aligned += sources
-        return [[(i, i) for i in range(len(source.split()))] for source in sources]
+        return [None if "long" in source else [(i, i) for i in range(len(source.split()))] for source in sources]
 
 
 def test_a_document_is_translated_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +85,7 @@ def test_only_segments_with_markup_are_aligned() -> None:
     page = b"<p>plain</p><p>one <b>two</b></p><p>a long <b>text</b></p><p>red <i>cat</i> runs</p>"
     translator = UpperCase()
     result = translate_document(translator, read_document("a.html", page))  # type: ignore[arg-type]
-    assert translator.aligned == ["one two", "red cat runs"]
+    assert translator.aligned == ["one two", "a long text", "red cat runs"]
     assert result.data == b"<p>PLAIN</p><p>ONE <b>TWO</b></p><p>A LONG <b>TEXT</b></p><p>RED <i>CAT</i> RUNS</p>"
 
 
@@ -91,27 +100,13 @@ def test_flags_and_skipped_parts_are_counted() -> None:
     assert vars(flagged) == {"number": 1, "source": "one flag", "text": "ONE FLAG", "flags": ("truncated",)}
 
 
-def test_flags_of_pieces_are_flags_of_the_segment() -> None:
-    pieces = [SimpleNamespace(flags=("omission", "truncated")), SimpleNamespace(flags=("omission",))]
-    several: Any = SimpleNamespace(truncated=True, looped=False, pieces=pieces)
-    assert document_translation.flags_of(several) == ("truncated", "omission")
-    one: Any = SimpleNamespace(truncated=False, looped=True, pieces=1)
-    assert document_translation.flags_of(one) == ("looped",)
-
-
-@pytest.mark.parametrize("accepted", [True, False])
-def test_protected_spans_are_passed_if_the_translator_takes_them(
-    accepted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(document_translation, "PASS_PROTECTED", accepted)
+def test_protected_spans_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_translation, "CHUNK", 1)
     document = read_document("a.md", b"one\n\ntwo\n")
     document.protected = [((0, 1),), ((1, 2),)]
     translator = UpperCase()
     translate_document(translator, document)  # type: ignore[arg-type]
-    assert [call.get("protected") for call in translator.calls] == (
-        [[((0, 1),)], [((1, 2),)]] if accepted else [None] * 2
-    )
+    assert [call["protected"] for call in translator.calls] == [[((0, 1),)], [((1, 2),)]]
 
 
 @pytest.mark.parametrize("options", [{"n_best": 2}, {"prefix": "x"}, {"must_include": ["x"]}, {"ordered": True}])
