@@ -44,6 +44,11 @@ INNER_STOP = re.compile(
 )
 NO_BREAK = str.maketrans(dict.fromkeys("\u00a0\u202f\u2007\u2009\u200a\u2002\u2003", " "))
 NUMBER = re.compile(r"\s*\(?\d{1,3}[.)]\s*")  # of an item: belongs to the sentence after it
+# Words that sentencex takes for abbreviations (Me., No., Ill., Mich.), where the next word has a capital letter.
+NOT_ABBREVIATED = {
+    language: re.compile(rf"\b(?:{words})\.[{re.escape(CLOSERS)}]*\s+(?=[{re.escape(OPENERS)}]*[^\W\d_a-zäöü])")
+    for language, words in {"en": "me|no|ill|may|miss|fed", "de": "mich|mag"}.items()
+}
 LINE_END = re.compile(r"\r\n|\n|\r")
 NOT_SPACE = re.compile(r"\S")
 LIST_ITEM = re.compile(r"(?:[-*+•–—#>|]|\(?\d{1,3}[.)]|\(?[a-z]\))\s")
@@ -258,6 +263,8 @@ def _sentence_ends(text: str, begin: int, end: int, language: str) -> Iterator[i
         if sum(map(len, sentences)) != len(window):
             raise QkvError(f"sentencex lost characters of {window[:40]!r}: report it, and use --no-split meanwhile")
         ends = [at + length for length in accumulate(map(len, sentences))]
+        if words := NOT_ABBREVIATED.get(language):
+            ends = sorted({*ends, *(at + match.end() for match in words.finditer(window))})
         yield from ends[:-1]
         at = ends[-2] if len(ends) > 1 and ends[-1] < end else ends[-1]  # the last one may go on in the next window
     yield end
