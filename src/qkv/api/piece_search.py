@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qkv.api.omission import OmissionCheck
-from qkv.api.translation import PieceOutput
+from qkv.api.translation import PieceOutput, best_combinations
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, Ids
 from qkv.core.tokenizer import TokenizerPair
@@ -22,10 +22,13 @@ from qkv.decoding.constraints import MustInclude
 from qkv.decoding.search_request import SearchInput, SearchRequest, SearchRunner
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.segmentation.protected_text import Protected
-from qkv.segmentation.sentences import split
+from qkv.segmentation.sentences import WORD, split
 from qkv.segmentation.special_spaces import plain, restore
 
 UNLIKELY = -2.5  # mean log-probability of a token below which an output is not to be trusted
+MOST_REQUIRED = (
+    8  # protected texts of a piece that are required phrases; with more a search is slow, and its output bad
+)
 RETRIES = 2  # searches of a piece in smaller and smaller parts
 
 
@@ -36,6 +39,15 @@ class SourcePiece(NamedTuple):
     place: int
     source: str
     protected: Protected | None
+
+    def lacks(self, output: PieceOutput) -> bool:
+        """Whether a protected text is not in the output as often as in the piece."""
+        return self.protected is not None and bool(self.protected.missing(output.texts[0]))
+
+    def trust(self, output: PieceOutput) -> float:
+        """Return the mean log-probability of an output's tokens, </s> included; -inf if it lacks a protected text."""
+        best = output.hypotheses[0]
+        return -math.inf if self.lacks(output) else best.logprob / (len(best.tokens) + 1)
 
 
 @dataclass
@@ -59,7 +71,8 @@ class PieceSearch:
     def __call__(self, pieces: Sequence[SourcePiece], texts: int) -> list[PieceOutput]:
         """Return the translation of each piece of so many texts."""
         for piece in pieces:
-            self.waiting.setdefault(piece.text, set()).add(piece.place)
+            if self._read(piece).strip():
+                self.waiting.setdefault(piece.text, set()).add(piece.place)
         self.progress(texts - len(self.waiting))
         outputs = self._searched(pieces)
         self._with_protected(pieces, outputs)
@@ -83,7 +96,7 @@ class PieceSearch:
         phrases: Sequence[Sequence[str]] | None = None,
     ) -> list[PieceOutput]:
         """Search the pieces, with the required phrases of their texts and further ones."""
-        read = [plain(piece.source)[0] for piece in pieces]
+        read = [self._read(piece) for piece in pieces]
         extra = [()] * len(pieces) if phrases is None else phrases
         looped: set[int] = set()
 
@@ -110,6 +123,15 @@ class PieceSearch:
             )
             for i, (piece, line) in enumerate(zip(pieces, lines, strict=True))
         ]
+
+    def _read(self, piece: SourcePiece) -> str:
+        """Return what the model reads; nothing of a piece without letters and digits, beside protected text."""
+        has_words = piece.protected.words_around if piece.protected else WORD.search(piece.source)
+        return plain(piece.source)[0] if has_words or self._is_constrained(piece) else ""
+
+    def _is_constrained(self, piece: SourcePiece) -> bool:
+        """Whether the translation of the piece's text has a given prefix or required phrases."""
+        return bool(self.prefixes[piece.text] or self.required[piece.text])
 
     def _phrases(self, text: int, more: Sequence[str]) -> MustInclude | None:
         """Return the phrases required of a piece of a text."""
@@ -141,97 +163,96 @@ class PieceSearch:
     # ---- protected text ----------------------------------------------------------------------------------------------
 
     def _with_protected(self, pieces: Sequence[SourcePiece], outputs: list[PieceOutput]) -> None:
-        """Take care that each protected text is in its output once.
+        """Take care that each protected text is in its output as often as in its piece.
 
         A piece with such texts is also searched with stand-ins. Of the two outputs, the likelier one that has every
-        text wins. If neither has, the texts become required phrases; if that fails too, or gives an output that the
-        model would never write, the missing texts are inserted and the output is flagged.
+        text is taken. If neither has, or the model would hardly write it, the texts become required phrases. What is
+        still missing is inserted, and the output is flagged.
         """
-        bound = [i for i, piece in enumerate(pieces) if piece.protected]
-        by_stand_ins = dict(self._by_stand_ins(pieces, bound))
-        lacking = []
-        for i in bound:
-            whole = [o for o in (outputs[i], by_stand_ins.get(i)) if o is not None and not _lacks(pieces[i], o)]
-            if whole:
-                outputs[i] = max(whole, key=_likelihood)
-            if not whole or _likelihood(outputs[i]) < UNLIKELY:
-                lacking.append(i)
-        for i, output in self._by_constraint(pieces, lacking):
-            before = -math.inf if _lacks(pieces[i], outputs[i]) else _likelihood(outputs[i])
-            if _likelihood(output) > max(UNLIKELY, before):
+        bound = {i: p.protected for i, p in enumerate(pieces) if p.protected is not None and outputs[i].source_tokens}
+        for i, output in self._by_stand_ins(pieces, bound):
+            outputs[i] = max(outputs[i], output, key=pieces[i].trust)
+        few = [i for i, protected in bound.items() if len(protected.wanted) <= MOST_REQUIRED]
+        doubtful = [i for i in few if pieces[i].trust(outputs[i]) < UNLIKELY]
+        for i, output in self._by_constraint(pieces, doubtful):
+            if pieces[i].trust(output) > max(UNLIKELY, pieces[i].trust(outputs[i])):
                 outputs[i] = output
-        for i in bound:
-            protected, output = pieces[i].protected, outputs[i]
-            sure = not _lacks(pieces[i], output) and _likelihood(output) >= UNLIKELY
-            flags = output.flags if sure else (*output.flags, "protected")
-            texts = [protected.repair(text) for text in output.texts] if protected else output.texts
-            outputs[i] = output._replace(texts=texts, flags=flags)
+        for i, protected in bound.items():
+            flags = ("protected",) if pieces[i].trust(outputs[i]) < UNLIKELY else ()
+            texts = [protected.repair(text) for text in outputs[i].texts]
+            outputs[i] = outputs[i]._replace(texts=texts, flags=(*outputs[i].flags, *flags))
 
-    def _by_constraint(self, pieces: Sequence[SourcePiece], lacking: Sequence[int]) -> list[tuple[int, PieceOutput]]:
-        """Search pieces with their protected texts as required phrases; return the outputs that have each once."""
-        request = self.request
-        if not lacking or request.options.sampling is not None or request.options.groups > 1 or request.shortlist:
+    def _by_stand_ins(
+        self, pieces: Sequence[SourcePiece], bound: Mapping[int, Protected]
+    ) -> Iterator[tuple[int, PieceOutput]]:
+        """Search pieces with stand-ins for their protected texts; yield the outputs in which each came back."""
+        substitutes = {i: protected.stand_in(self.stand_ins) for i, protected in bound.items()}
+        fitting = {i: given for i, given in substitutes.items() if given is not None and self._fits(given[0])}
+        outputs = self._searched([pieces[i]._replace(source=source) for i, (source, _) in fitting.items()])
+        for (i, (_, words)), output in zip(fitting.items(), outputs, strict=True):
+            texts = [bound[i].put_back(text, words) for text in output.texts]
+            if texts[0] is not None:
+                kept = [(text, h) for text, h in zip(texts, output.hypotheses, strict=True) if text is not None]
+                yield i, output._replace(texts=[text for text, _ in kept], hypotheses=[h for _, h in kept])
+
+    def _by_constraint(self, pieces: Sequence[SourcePiece], doubtful: Sequence[int]) -> list[tuple[int, PieceOutput]]:
+        """Search pieces with their protected texts as required phrases."""
+        options = self.request.options
+        if not doubtful or options.sampling is not None or options.groups > 1 or self.request.shortlist:
             return []
-        some = [pieces[i] for i in lacking]
-        phrases = [list(dict.fromkeys(piece.protected.texts)) if piece.protected else [] for piece in some]
+        phrases = [list(dict.fromkeys(own.texts)) if (own := pieces[i].protected) else [] for i in doubtful]
         try:
-            found = self._searched(some, phrases)
-        except QkvError:  # forbidden, or longer than an output may be
-            return []
-        return [(i, o) for i, o in zip(lacking, found, strict=True) if not _lacks(pieces[i], o)]
+            return list(zip(doubtful, self._searched([pieces[i] for i in doubtful], phrases), strict=True))
+        except QkvError:  # one of them is forbidden, or longer than an output may be: search the others without it
+            half = len(doubtful) // 2
+            halves = (doubtful[:half], doubtful[half:]) if half else ()
+            return [found for part in halves for found in self._by_constraint(pieces, part)]
 
-    def _by_stand_ins(self, pieces: Sequence[SourcePiece], lacking: Sequence[int]) -> list[tuple[int, PieceOutput]]:
-        """Search pieces with stand-ins; return the outputs in which each of them came back."""
-        substituted = [(i, given) for i in lacking if (given := self._substitute(pieces[i])) is not None]
-        outputs = self._searched([pieces[i]._replace(source=text) for i, (text, _) in substituted])
-        found = []
-        for (i, (_, words)), output in zip(substituted, outputs, strict=True):
-            protected = pieces[i].protected
-            texts = [protected.put_back(text, words) for text in output.texts] if protected else []
-            kept = [(text, h) for text, h in zip(texts, output.hypotheses, strict=True) if text is not None]
-            if texts and texts[0] is not None:
-                found.append((i, output._replace(texts=[t for t, _ in kept], hypotheses=[h for _, h in kept])))
-        return found
-
-    def _substitute(self, piece: SourcePiece) -> tuple[str, list[str]] | None:
-        given = piece.protected.stand_in(self.stand_ins) if piece.protected else None
-        return given if given and len(self.tokenizers.src.encode(given[0])) <= self.max_length else None
+    def _fits(self, source: str) -> bool:
+        return len(self.tokenizers.src.encode(source)) <= self.max_length
 
     # ---- omissions ---------------------------------------------------------------------------------------------------
 
     def _without_omissions(self, pieces: Sequence[SourcePiece], outputs: list[PieceOutput]) -> None:
         """Search a piece that seems to leave something out in smaller parts; flag it if that is no better."""
         check = self.omission
-        if check is None or any(self.required) or any(self.prefixes):
+        if check is None:
             return
-        suspects = check.suspects([(plain(p.source)[0], o.texts[0]) for p, o in zip(pieces, outputs, strict=True)])
+
+        def suspects_of(numbers: Sequence[int], outputs: Mapping[int, PieceOutput]) -> list[int]:
+            pairs = [(plain(pieces[i].source)[0], outputs[i].texts[0]) for i in numbers]
+            return [numbers[k] for k in check.suspects(pairs)]
+
+        checked = [i for i, p in enumerate(pieces) if outputs[i].source_tokens and not self._is_constrained(p)]
+        suspects = suspects_of(checked, dict(enumerate(outputs)))
         for attempt in range(1, RETRIES + 1):
             if not suspects:
                 return
-            parts = {i: self._parts(pieces[i], 2**attempt) for i in suspects}
-            some = [pieces[i]._replace(source=part) for i in suspects for part in parts[i]]
-            found = iter(self._searched(some))
-            joined = {i: _joined(parts[i], [next(found) for _ in parts[i]]) for i in suspects}
-            still = check.suspects([(plain(pieces[i].source)[0], joined[i].texts[0]) for i in suspects])
-            failed = {suspects[k] for k in still}
+            joined = self._in_parts(pieces, suspects, 2**attempt)
+            failed = {*suspects_of(suspects, joined), *(i for i in suspects if pieces[i].lacks(joined[i]))}
             for i in suspects:
-                protected = pieces[i].protected
-                complete = protected is None or not protected.missing(joined[i].texts[0])
-                if i not in failed and complete:
+                if i not in failed:
                     outputs[i] = joined[i]
-                else:
-                    failed.add(i)
             suspects = [i for i in suspects if i in failed]
         for i in suspects:
             outputs[i] = outputs[i]._replace(flags=(*outputs[i].flags, "omission"))
 
+    def _in_parts(self, pieces: Sequence[SourcePiece], numbers: Sequence[int], count: int) -> dict[int, PieceOutput]:
+        """Search pieces in about `count` parts each, and join the outputs of the parts."""
+        parts = {i: self._parts(pieces[i], count) for i in numbers}
+        found = iter(self._searched([pieces[i]._replace(source=part) for i in numbers for part in parts[i]]))
+        gap = " " if self.request.whole_words else ""
+        return {i: _joined([next(found) for _ in parts[i]], self.request.n_best, gap) for i in numbers}
+
     def _parts(self, piece: SourcePiece, count: int) -> list[str]:
         """Cut a piece into about `count` parts of equal length."""
-        encode = self.tokenizers.src.encode
-        text = plain(piece.source)[0]
-        limit = max(1, -(-len(encode(text)) * 5 // (count * 4)))
-        spans = piece.protected.spans if piece.protected and text == piece.source else ()
-        return list(split(text, lambda part: len(encode(part)) <= limit, whole=spans))
+
+        def length(text: str) -> int:
+            return len(self.tokenizers.src.encode(plain(text)[0]))
+
+        limit = max(1, -(-length(piece.source) * 5 // (count * 4)))
+        spans = piece.protected.spans if piece.protected else ()
+        return list(split(piece.source, lambda part: length(part) <= limit, whole=spans))
 
 
 def _flags(hypotheses: Sequence[Hypothesis], looped: bool) -> tuple[str, ...]:
@@ -239,26 +260,21 @@ def _flags(hypotheses: Sequence[Hypothesis], looped: bool) -> tuple[str, ...]:
     return (*(["truncated"] if truncated else []), *(["looped"] if looped else []))
 
 
-def _lacks(piece: SourcePiece, output: PieceOutput) -> bool:
-    return piece.protected is not None and bool(output.texts) and bool(piece.protected.missing(output.texts[0]))
-
-
-def _likelihood(output: PieceOutput) -> float:
-    """Return the mean log-probability of a token, </s> included."""
-    best = output.hypotheses[0]
-    return best.logprob / (len(best.tokens) + 1)
-
-
-def _joined(parts: Sequence[str], outputs: Sequence[PieceOutput]) -> PieceOutput:
+def _joined(outputs: Sequence[PieceOutput], n_best: int, gap: str) -> PieceOutput:
     """Join the outputs of the parts of a piece into one."""
-    best = [output.hypotheses[0] for output in outputs]
     weights = [output.source_tokens + 1 for output in outputs]
-    hypothesis = Hypothesis(
-        [token for each in best for token in each.tokens],
-        sum(h.logprob for h in best),
-        sum(w * h.score for w, h in zip(weights, best, strict=True)) / sum(weights),
-        any(h.truncated for h in best),
-    )
+    scores = [[hypothesis.score for hypothesis in output.hypotheses] for output in outputs]
+    texts, hypotheses = [], []
+    for ranks in best_combinations(scores, weights, n_best):
+        chosen = [output.hypotheses[k] for output, k in zip(outputs, ranks, strict=True)]
+        texts.append(gap.join(filter(None, (output.texts[k] for output, k in zip(outputs, ranks, strict=True)))))
+        hypotheses.append(
+            Hypothesis(
+                [token for each in chosen for token in each.tokens],
+                sum(h.logprob for h in chosen),
+                sum(w * h.score for w, h in zip(weights, chosen, strict=True)) / sum(weights),
+                any(h.truncated for h in chosen),
+            )
+        )
     flags = tuple(dict.fromkeys(flag for output in outputs for flag in output.flags))
-    text = " ".join(output.texts[0] for output in outputs if output.texts[0])
-    return PieceOutput([text], [hypothesis], sum(output.source_tokens for output in outputs), flags)
+    return PieceOutput(texts, hypotheses, sum(output.source_tokens for output in outputs), flags)

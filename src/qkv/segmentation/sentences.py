@@ -216,7 +216,7 @@ def sentence_spans(text: str, begin: int, end: int, language: str, whole: Sequen
     number of an item is not one.
     """
     spans: list[Span] = []
-    inside = _Inside(whole)
+    inside = Inside(whole)
     at = begin
     for stop in _sentence_ends(text, begin, end, language.replace("_", "-").split("-")[0].lower() or "en"):
         if stop < end:
@@ -235,7 +235,7 @@ def sentence_spans(text: str, begin: int, end: int, language: str, whole: Sequen
     return spans
 
 
-class _Inside:
+class Inside:
     """Whether a place is inside one of some spans, which do not overlap."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -277,7 +277,7 @@ class _Cutter:
     """Packs sentences into pieces that fit, and cuts a sentence that does not."""
 
     def __init__(self, text: str, fits: Callable[[str], bool], whole: Sequence[Span]) -> None:
-        self.text, self.fits, self.inside = text, fits, _Inside(whole)
+        self.text, self.fits, self.inside = text, fits, Inside(whole)
         self.guess = dict.fromkeys((SPACE, CLAUSE, SENTENCE), 1)  # units in the last piece of each rank
         self.window = 1  # characters in the last piece of a long token
 
@@ -296,7 +296,7 @@ class _Cutter:
 
     def cut(self, begin: int, end: int) -> Iterator[Span]:
         """Yield the pieces of a unit that does not fit."""
-        borders = [border for border in _borders(self.text, begin, end) if not self.inside(border.stop)]
+        borders = [each for each in _borders(self.text, begin, end) if each.stop == end or not self.inside(each.stop)]
         for stop, resume in self.pack(begin, borders, SENTENCE):
             yield begin, stop
             begin = resume

@@ -54,6 +54,16 @@ def restore(piece: str, translation: str) -> str:
 
 def _beside(text: str, before: str, after: str, start: int) -> int:
     """Return the place of the space between two whole words; -1 if they do not stand side by side."""
-    whole = r"(?!\w)" if after[0].isalnum() else ""
-    found = re.compile(rf"(?<!\w){re.escape(before)} {re.escape(after)}{whole}").search(text, start)
-    return found.start() + len(before) if found else -1
+    wanted = f"{before} {after}"
+    place = text.find(wanted, start)
+    while place >= 0:
+        end = place + len(wanted)
+        starts = place == 0 or not _in_word(text[place - 1])
+        if starts and not (after[0].isalnum() and _in_word(text[end : end + 1])):
+            return place + len(before)
+        place = text.find(wanted, place + 1)
+    return -1
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or character == "_"

@@ -37,9 +37,8 @@ class LineStatistics:
     def read(cls, plain: Any) -> Self | None:
         """Return the statistics that a run folder holds; None if it has none."""
         try:
-            return cls(
-                {str(n): float(share) for n, share in plain["sentences"].items()}, plain["tokens"], plain["lines"]
-            )
+            shares = {str(int(n)): float(share) for n, share in plain["sentences"].items()}
+            return cls(shares, int(plain["tokens"]), int(plain["lines"]))
         except (TypeError, KeyError, ValueError, AttributeError):
             return None
 
@@ -101,6 +100,11 @@ class TextCutter:
         """
         if newlines not in ("join", "keep"):
             raise UsageError(f'newlines = "{newlines}": must be join or keep')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(text[error.start]):04X} at character {error.start + 1}"
+            raise UsageError(f"the text holds {half}, half of a character: repair or remove it") from None
         spans = find_protected(text, protected)
         longest = self.max_tokens
         if sentences and self.statistics:
@@ -134,13 +138,13 @@ def _protected_in(pieces: Pieces, sources: Sequence[str], spans: Sequence[Span])
         end, inside = begin + len(piece), []
         while at < len(spans) and spans[at][0] < end:
             first, last = max(spans[at][0], begin), min(spans[at][1], end)
-            if first < last:
+            if piece[max(0, first - begin) : max(0, last - begin)].strip():
                 inside.append((first - begin, last - begin))
             if spans[at][1] > end:
                 break
             at += 1
         if source != piece:  # lines were joined: look for the same texts
-            inside = _located(source, [unwrapped(piece[first:last]) for first, last in inside])
+            inside = _located(source, [unwrapped(piece[first:last]).strip() for first, last in inside])
         yield Protected(source, tuple(inside)) if inside else None
 
 
