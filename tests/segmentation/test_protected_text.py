@@ -98,7 +98,7 @@ def test_a_text_that_is_part_of_another_is_neither_missing_nor_removed() -> None
 
 
 def test_repair_does_not_divide_another_protected_text() -> None:
-    assert of("Run `ls -l` with %s now").repair("`ls -l` ora") == "`ls -l` %s ora"
+    assert of("Run %s `ls -l` now").repair("`ls -l` ora") == "%s `ls -l` ora"
 
 
 def test_a_word_protected_in_one_place_may_stand_elsewhere() -> None:
