@@ -31,7 +31,7 @@ class Held:
     def token_lengths(self, source: str, output: str) -> tuple[int, int]:
         return len(source.split()), len(output.split())
 
-    def align(self, sources: list[str], outputs: list[str], tag: str, split: bool) -> list[Any]:
+    def align(self, sources: list[str], outputs: list[str], tag: str, split: bool = True) -> list[Any]:
         if not self.aligns:
             raise QkvError("no alignment")
         return [[(i, i) for i in range(len(output.split()))] for output in outputs]
