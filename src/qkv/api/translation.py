@@ -141,6 +141,8 @@ def best_combinations(scores: Sequence[Sequence[float]], weights: Sequence[float
     The hypotheses of a piece are best first. Each choice is made from a better one by one step in its last changed
     piece or in a later one, and a heap holds the choices to continue from: no choice is made twice.
     """
+    if n == 1:
+        return [[0] * len(scores)]
     heap: list[tuple[float, tuple[tuple[int, int], ...]]] = [(0.0, ())]  # loss, and the (piece, rank > 0) of a choice
     found: list[list[int]] = []
     while heap and len(found) < n:
