@@ -147,3 +147,10 @@ def test_hostile_input_is_refused_in_one_line(name: str, why: str, tiny: Path, c
     assert f"{name}" in done.error
     assert why in done.error
     assert not [path for path in tmp_path.iterdir() if path != source]
+
+
+def test_lines_are_not_written_as_an_office_file(tiny: Path, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One cat.\n")
+    done = call("translate", tiny, tmp_path / "a.txt", "-o", tmp_path / "out.docx")
+    assert (done.code, f"name it {tmp_path}/out.txt" in done.error) == (2, True)
+    assert not (tmp_path / "out.docx").exists()

@@ -37,6 +37,7 @@ from qkv.engines.cpu.native_search import worker_count
 
 CHARACTERS = 1 << 20  # limit of a chunk besides its number of lines: bounds the memory
 BYTES_PER_TOKEN = 4  # roughly, in European languages
+ZIPPED = (".docx", ".pptx", ".xlsx", ".odt", ".epub")  # names that promise something else than text
 POLL = 0.5  # seconds between checks of the other processes
 
 
@@ -122,6 +123,9 @@ def check_files(inputs: Sequence[str], output: str, group: ProcessGroup) -> None
     """Refuse names of input and output files that cannot work."""
     if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
+    if (suffix := Path(output).suffix.lower()) in ZIPPED:
+        plain = Path(output).with_suffix(".txt")
+        raise UsageError(f"{output}: lines are written as plain text, which is no {suffix} file: name it {plain}")
     for name in inputs:
         if (form := layout_of(name)) != "lines":
             raise UsageError(f"{name}: a .{form} file holds pairs: give a file with one segment per line")
