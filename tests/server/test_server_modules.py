@@ -146,6 +146,8 @@ def test_a_text_is_cut_as_the_training_text_was(tiny: Path, by_sentence: bool) -
     page = service._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")
     marked = ["<b>One</b> cat.", "Two dog."] if by_sentence else ["<b>One</b> cat. Two dog."]
     assert [segment.raw for segment in page.segments] == marked
+    german = dataclasses.replace(model, cutter=dataclasses.replace(model.cutter, language="de"))
+    assert len(service._html_parts(german, "<p>Er kam am 3. Mai an.</p>").segments) == 1
 
 
 def test_a_run_without_languages_is_reported(

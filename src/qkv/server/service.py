@@ -284,7 +284,8 @@ class Service:
         def fits(text: str) -> bool:
             return sum(model.split(text)[1]) < model.max_length
 
-        return HtmlText(text, sentences=model.cutter.sentences == 1, fits=fits)
+        cutter = model.cutter
+        return HtmlText(text, sentences=cutter.sentences == 1, language=cutter.language, fits=fits)
 
 
 def _items(cut: CutText, given: bool) -> list[Any]:
