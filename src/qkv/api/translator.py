@@ -332,8 +332,8 @@ class Translator(Explainer):
             sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
             return [sorted(each) for each in self.align(sources, targets, tag=tag, split=False)]
         except QkvError:
-            if len(pairs) == 1:
-                return [None]
+            if len(pairs) < 2:
+                return [None] * len(pairs)
             half = len(pairs) // 2
             return [*self._piece_links(pairs[:half], tag), *self._piece_links(pairs[half:], tag)]
 
