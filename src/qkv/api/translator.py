@@ -36,7 +36,7 @@ from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
 from qkv.explain.decoding_tree import EncodedSource
 from qkv.segmentation.sentences import Pieces, Span
-from qkv.segmentation.special_spaces import plain
+from qkv.segmentation.special_spaces import plain, unwrapped
 from qkv.segmentation.text_cutter import CutText
 from qkv.worker_pool import ProcessWorkers
 
@@ -309,7 +309,7 @@ class Translator(Explainer):
     ) -> list[list[Link] | None]:
         """Return links from the words of each source to those of its translation; None if a piece cannot be aligned."""
         pairs = [
-            (source[slice(*piece.source)], each.text[slice(*piece.target)])
+            (unwrapped(source[slice(*piece.source)]), each.text[slice(*piece.target)])
             for source, each in zip(sources, translations, strict=True)
             for piece in each.pieces
         ]
