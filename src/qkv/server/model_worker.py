@@ -186,7 +186,7 @@ def _translate(model: qkv.Translator, items: list[Any], options: Event) -> list[
             "scores": [result.score, *(other.score for other in result.alternatives)],
             "score": result.score,
             "logprob": result.logprob,
-            "source_tokens": 0 if result.finish_reason == "blank" else _source_tokens(model, text, options),
+            "source_tokens": _source_tokens(model, text, options, result),
             "target_tokens": len(result.tokens),
             "truncated": result.truncated,
             "looped": result.looped,
@@ -196,8 +196,12 @@ def _translate(model: qkv.Translator, items: list[Any], options: Event) -> list[
     ]
 
 
-def _source_tokens(model: qkv.Translator, text: str, options: Event) -> int:
-    """The number of tokens that the model reads, with the language tag."""
+def _source_tokens(model: qkv.Translator, text: str, options: Event, result: qkv.Translation) -> int:
+    """The number of tokens that the model read: with a language tag, and with stand-ins for protected text."""
+    if result.finish_reason == "blank":
+        return 0
+    if result.tokens:
+        return round(len(result.tokens) / result.length_ratio)
     return len(model.tokenizers.src.encode(plain(text)[0].strip())) + bool(options.get("tag"))
 
 
