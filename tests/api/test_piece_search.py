@@ -206,6 +206,15 @@ def test_parts_that_lose_a_protected_text_are_not_taken() -> None:
     assert (output.texts, output.flags) == (["i %s"], ("omission",))
 
 
+def test_alternatives_of_parts_have_the_protected_text_too() -> None:
+    def answer(source: str, phrases: Sequence[str]) -> str | list[tuple[str, float]]:
+        return "i %s" if len(source) > 20 else [(source, -0.1), (source.replace("%s", "xx"), -0.2)]
+
+    (output,) = search(Model(answer), "the cats run and %s and the dogs", n_best=3, omission=CHECK, stand_ins=())
+    assert len(output.texts) == 3
+    assert [text.count("%s") for text in output.texts] == [1, 1, 1]
+
+
 def test_one_text_with_a_prefix_leaves_the_check_of_the_others() -> None:
     outputs = search(Model(halved), LONG, LONG, omission=CHECK, prefixes=[[105], []])
     assert [output.texts[0] for output in outputs] == ["i gatti", LONG.upper()]

@@ -464,3 +464,11 @@ def test_a_run_can_be_moved(tiny: Path, tmp_path: Path) -> None:
     shutil.rmtree(moved / "store")
     shutil.rmtree(moved / "state")
     assert qkv.load(moved).translate("One cat.").text == "Uno gatto."
+
+
+def test_links_read_the_lines_that_the_model_read(translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(translator, "align", lambda sources, targets, **options: read.extend(sources) or [{(0, 0)}])
+    text = "One red\ncat."
+    assert translator.links([text], [translator.translate(text)]) == [[(0, 0)]]
+    assert read == ["One red cat."]

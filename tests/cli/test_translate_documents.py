@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def test_a_document_keeps_its_format(tiny: Path, call: Call, tmp_path: Path) -> 
     assert call("translate", tiny, page).out.encode() == ITALIAN
     assert call("translate", tiny, page, "-o", page).code == 0
     assert page.read_bytes() == ITALIAN
+
+
+def test_a_document_without_tags_needs_no_alignment(tiny: Path, call: Call, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "run")
+    (tmp_path / "run" / "alignment.json").write_text("damaged")
+    done = call("translate", tmp_path / "run", "--format", "html", input=b"<h1>One cat.</h1>")
+    assert (done.out, done.err) == ("<h1>Uno gatto.</h1>", "-: 1 segment translated\n")
 
 
 def test_a_piped_document_has_its_format_named(tiny: Path, call: Call) -> None:

@@ -186,6 +186,11 @@ def test_a_forbidden_phrase_that_two_pieces_make_together_is_refused(translator:
         translator.translate(long, avoid=[met])
 
 
+def test_a_forbidden_phrase_in_protected_text_is_named(translator: qkv.Translator) -> None:
+    with pytest.raises(QkvError, match=r'text 1: "x_y" is forbidden, but is in protected text of the source'):
+        translator.translate("The red `x_y` cat.", avoid=["x_y"])
+
+
 @pytest.mark.slow
 def test_several_processes_translate_as_one_does(tiny: Path, translator: Translator) -> None:
     several = Translator(tiny, workers=2)

@@ -293,3 +293,10 @@ def test_a_missing_parser_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UsageError, match=r"^page.html: HTML needs justhtml: pip install 'qkv\[documents\]'$"):
         read_document("page.html", b"<p>One")
+
+
+def test_code_at_a_word_is_not_doubled_where_the_same_text_is_no_code() -> None:
+    document = read_document("a.html", b"<p>cat<code>x_y</code> x_y <code>x_y</code> end</p>")
+    assert document.segments == ["catx_y x_y x_y end"]
+    built = document.build(["fine catx_y x_y x_y"]).decode()
+    assert (built.count("x_y"), built.count("<code>x_y</code>")) == (3, 2)

@@ -240,3 +240,18 @@ def test_parts_by_content_type() -> None:
     xml = '<w:document xmlns:w="http://purl.oclc.org/ooxml/wordprocessingml/main"><w:body><w:p><w:r><w:t>strict</w:t>'
     main = ("wordprocessingml.document.main+xml", f"{xml}</w:r></w:p></w:body></w:document>")
     assert read_document("a.docx", package({"other/name.xml": main})).segments == ["strict"]
+
+
+def test_an_empty_cdata_section_is_no_text() -> None:
+    document = read_document("a.odt", odt("<text:p>one<text:s/><![CDATA[]]><text:s/>two</text:p>"))
+    assert document.segments == ["one two"]
+    assert b"uno" in members_of(document.build(["uno due"]))["content.xml"]
+    assert read_document("a.epub", epub("<p>text</p>", title="one &amp; <![CDATA[]]>")).segments[0] == "one &"
+
+
+def test_an_item_without_a_path_in_a_book_is_passed_over() -> None:
+    members = members_of(epub("<p>text</p>"))
+    book = next(name for name in members if name.endswith(".opf"))
+    members[book] = members[book].replace(b"<manifest>", b"<manifest><item/>")
+    assert b"<item/>" in members[book]
+    assert "text" in read_document("a.epub", zip_of(members)).segments

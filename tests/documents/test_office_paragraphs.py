@@ -101,6 +101,16 @@ def test_a_table_of_contents_is_kept() -> None:
     assert lines in body_of(document, ["PRIMO"])
 
 
+def test_a_paragraph_with_an_edge_of_a_field_in_a_content_control_is_kept() -> None:
+    begin, end = (f'<w:r><w:fldChar w:fldCharType="{edge}"/></w:r>' for edge in ("begin", "end"))
+    inside = "<w:sdt><w:sdtContent>{}</w:sdtContent></w:sdt>"
+    for body in (begin + runs("cat") + inside.format(end), inside.format(begin) + runs("cat") + end):
+        document = word(f"<w:p>{runs('A ')}{body}{runs(' sat')}</w:p><w:p>{runs('dog')}</w:p>")
+        assert document.segments == ["dog"]
+        assert b"cat" in members_of(document.build(["cane"]))["word/document.xml"]
+        assert document.skipped["field"] == 1
+
+
 @pytest.mark.parametrize("change", ["ins", "del", "moveFrom", "moveTo"])
 def test_paragraphs_with_tracked_changes_are_kept(change: str) -> None:
     paragraph = f"<w:p>{runs('one ')}<w:{change} w:id='1'>{runs('two')}</w:{change}></w:p>"

@@ -36,6 +36,7 @@ def test_other_text_is_not(text: str) -> None:
 
 def test_marks_after_a_url_belong_to_the_sentence() -> None:
     assert of("See http://x.org/a_(b), or (www.x.org).").texts == ["http://x.org/a_(b)", "www.x.org"]
+    assert of("{at http://x.org/{id}, [http://[::1]]}").texts == ["http://x.org/{id}", "http://[::1]"]
 
 
 @given(st.text("%{}$<>&;@`/:.aw 1#s!\n\r", max_size=60), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))))

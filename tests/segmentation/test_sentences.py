@@ -74,6 +74,12 @@ def test_every_sentence_is_a_piece(expected: list[str]) -> None:
     assert list(twice) == expected * 2
 
 
+def test_a_long_token_is_not_cut_inside_a_span_that_fits() -> None:
+    text = "x" * 20 + "`a b`" + "y" * 9
+    assert split(text, lambda piece: len(piece) <= 22, whole=[(20, 25)]).pieces == ("x" * 20, "`a b`" + "y" * 9)
+    assert split(text, lambda piece: len(piece) <= 4, whole=[(20, 25)]).pieces[5:7] == ("`a b", "`yyy")
+
+
 def test_a_long_sentence_is_cut_and_the_others_stay_whole() -> None:
     cut = split("Go. One two, three four five. Stop. No.", words(3), sentences=1)
     assert list(cut) == ["Go.", "One two,", "three four five.", "Stop.", "No."]

@@ -47,6 +47,23 @@ def test_alternatives_are_the_n_best(server: Server, translator: qkv.Translator)
     assert [each["language"] for each in response["detectedLanguage"]] == ["en", "en"]
 
 
+def test_alternatives_of_several_pieces(server: Server, translator: qkv.Translator) -> None:
+    """Also if one of them is blank; of HTML they combine those of its sentences."""
+    for text in (f"{LINES[0]}\n***\n{LINES[1]}", "***", " "):
+        body = {"q": text, "source": "en", "target": "it", "alternatives": 5}
+        response, expected = server.request("/translate", body).json, translator.translate(text, n_best=6)
+        details = response["details"]
+        assert response["alternatives"] == [each.text for each in expected.alternatives]
+        assert details["score"] == pytest.approx(expected.score, abs=1e-3)
+        assert (details["finish_reason"], details["flags"]) == (expected.finish_reason, [])
+        spans = [(tuple(each["source"]), tuple(each["target"])) for each in details["pieces"]]
+        assert spans == [(each.source, each.target) for each in expected.pieces]
+    html = {"q": f"<p>{' '.join(LINES[:2])}</p>", "source": "en", "target": "it", "alternatives": 3, "format": "html"}
+    expected = translator.translate(" ".join(LINES[:2]), n_best=4)
+    others = [f"<p>{each.text}</p>" for each in expected.alternatives]
+    assert server.request("/translate", html).json["alternatives"] == others
+
+
 def test_details_equal_those_of_the_translation(server: Server, translator: qkv.Translator) -> None:
     texts = [LINES[0], "", " ".join(LINES[:8]), "cat " * 30]
     for form in ("text", "html"):

@@ -20,7 +20,7 @@ import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
 from qkv.segmentation.text_cutter import LineStatistics
-from qkv.server import listener, served_models
+from qkv.server import listener, model_worker, served_models, service
 from qkv.server.listener import open_socket
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, parse_form, parse_json
 from qkv.server.scheduler import Scheduler, SchedulerOptions
@@ -142,10 +142,28 @@ def test_a_text_is_cut_as_the_training_text_was(tiny: Path, by_sentence: bool) -
     assert list(cut.pieces) == (sentences_of if by_sentence else [text])
     assert costs == [1 + len(model.tokenizers.src.encode(piece)) for piece in cut.pieces]
     limits, metrics = RequestLimits(), Metrics()
-    service = Service(ServedModels(), Scheduler(SchedulerOptions({}), limits, metrics), limits, metrics)
-    page = service._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")
+    serving = Service(ServedModels(), Scheduler(SchedulerOptions({}), limits, metrics), limits, metrics)
+    page = serving._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")
     marked = ["<b>One</b> cat.", "Two dog."] if by_sentence else ["<b>One</b> cat. Two dog."]
     assert [segment.raw for segment in page.segments] == marked
+    german = dataclasses.replace(model, cutter=dataclasses.replace(model.cutter, language="de"))
+    assert len(serving._html_parts(german, "<p>Er kam am 3. Mai an.</p>").segments) == 1
+
+
+def test_special_spaces_are_restored_once(tiny: Path) -> None:
+    cut, _ = ServedModel.open("tiny", tiny).split("One 10\u00a0km, two 10 km.")
+    numbers = dict.fromkeys(("score", "logprob", "source_tokens", "target_tokens", "truncated", "looped"), 1)
+    part = {"texts": ["Uno 10\u00a0km, due 10 km."], "scores": [1], "flags": [], **numbers}  # from the model process
+    result = service._joined("", cut, [part], n_best=1, spaces=True, aligned=False)
+    assert result.texts == part["texts"]
+
+
+def test_source_tokens_are_those_that_the_model_read(translator: qkv.Translator) -> None:
+    """A stand-in for protected text, not the text; they weight the scores of pieces."""
+    read = qkv.Translation("Uno `x y z`.", -1.0, -1.0, list("abcdef"), [], length_ratio=1.5)
+    assert model_worker._source_tokens(translator, "One `x y z`.", {}, read) == 4
+    (row,) = model_worker._translate(translator, ["One cat."], {})
+    assert row["source_tokens"] == len(translator.tokenizers.src.encode("One cat."))
 
 
 def test_a_run_without_languages_is_reported(

@@ -232,7 +232,9 @@ class PieceSearch:
             failed = {*suspects_of(suspects, joined), *(i for i in suspects if pieces[i].lacks(joined[i]))}
             for i in suspects:
                 if i not in failed:
-                    outputs[i] = joined[i]
+                    protected = pieces[i].protected
+                    texts = [protected.repair(text) if protected else text for text in joined[i].texts]
+                    outputs[i] = joined[i]._replace(texts=texts)
             suspects = [i for i in suspects if i in failed]
         for i in suspects:
             outputs[i] = outputs[i]._replace(flags=(*outputs[i].flags, "omission"))

@@ -25,8 +25,6 @@ STAND_INS, LEAST_COPIES, COPIED = 16, 5, 0.95  # how many words, each seen and c
 
 def measure_run(run: Run, text: PreparedText) -> None:
     """Measure a trained run on its validation text, and write the limits into its folder."""
-    from qkv.api.translator import Translator
-
     if not isinstance(run.config.model, TranslationConfig):
         return
     src, valid = text.tokenizers.src, text.valid

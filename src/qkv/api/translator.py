@@ -28,6 +28,7 @@ from qkv.core.transformer import Model, StepModel
 from qkv.data.alignments import Link, join_alignments
 from qkv.data.subwords import readable_tokens
 from qkv.decoding import search_request
+from qkv.decoding.constraints import Avoid
 from qkv.decoding.ensemble import AVERAGES, Ensemble
 from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, score_all, without_spaces
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
@@ -35,7 +36,7 @@ from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
 from qkv.explain.decoding_tree import EncodedSource
 from qkv.segmentation.sentences import Pieces, Span
-from qkv.segmentation.special_spaces import plain
+from qkv.segmentation.special_spaces import plain, unwrapped
 from qkv.segmentation.text_cutter import CutText
 from qkv.worker_pool import ProcessWorkers
 
@@ -201,14 +202,8 @@ class Translator(Explainer):
             self._joined(text, cut, list(islice(outputs, len(cut.pieces))), request.n_best)
             for text, cut in zip(texts, cuts, strict=True)
         ]
-        if request.avoid is not None:  # the search cannot prevent a phrase across the border of two pieces
-            for number, each in enumerate(translations, first + 1):
-                found = map(request.avoid.occurs, (each.text, *(other.text for other in each.alternatives)))
-                if phrase := next(filter(None, found), None):
-                    raise QkvError(
-                        f'text {number}: "{phrase}" is forbidden, but arises where translations of two pieces meet: '
-                        f"split the text into sentences"
-                    )
+        if request.avoid is not None:
+            _check_avoided(request.avoid, translations, cuts, first)
         return translations
 
     def _joined(self, text: str, cut: CutText, outputs: Sequence[PieceOutput], n_best: int) -> Translation:
@@ -314,7 +309,7 @@ class Translator(Explainer):
     ) -> list[list[Link] | None]:
         """Return links from the words of each source to those of its translation; None if a piece cannot be aligned."""
         pairs = [
-            (source[slice(*piece.source)], each.text[slice(*piece.target)])
+            (unwrapped(source[slice(*piece.source)]), each.text[slice(*piece.target)])
             for source, each in zip(sources, translations, strict=True)
             for piece in each.pieces
         ]
@@ -332,8 +327,8 @@ class Translator(Explainer):
             sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
             return [sorted(each) for each in self.align(sources, targets, tag=tag, split=False)]
         except QkvError:
-            if len(pairs) == 1:
-                return [None]
+            if len(pairs) < 2:
+                return [None] * len(pairs)
             half = len(pairs) // 2
             return [*self._piece_links(pairs[:half], tag), *self._piece_links(pairs[half:], tag)]
 
@@ -417,3 +412,16 @@ class Translator(Explainer):
             Scored(sum(row), [*readable_tokens(tgt, ids), "</s>"], row)
             for ids, row in zip(targets, logprobs, strict=True)
         ]
+
+
+def _check_avoided(avoid: Avoid, translations: Sequence[Translation], cuts: Sequence[CutText], first: int) -> None:
+    """Refuse forbidden phrases that the search cannot prevent: in protected text, and where two pieces meet."""
+    for number, (each, cut) in enumerate(zip(translations, cuts, strict=True), first + 1):
+        found = map(avoid.occurs, (each.text, *(other.text for other in each.alternatives)))
+        if phrase := next(filter(None, found), None):
+            kept = (text for own in cut.protected if own for text in own.texts)
+            if any(avoid.occurs(text) == phrase for text in kept):
+                problem = "is in protected text of the source, which must not change: remove it from avoid (--avoid)"
+            else:
+                problem = "arises where translations of two pieces meet: split the text into sentences"
+            raise QkvError(f'text {number}: "{phrase}" is forbidden, but {problem}')

@@ -82,11 +82,13 @@ class WordStory(RunStory):
             if item.field == "begin":
                 open_fields.append([])
             open_fields[-1].append(item)
-            if item.field == "end":
+            if item.field == "end" and len(open_fields) > 1:
                 done = open_fields.pop()
                 open_fields[-1] += self._field(done)
-            if len(open_fields) > MAX_NESTING:
+            elif item.field == "end" or len(open_fields) > MAX_NESTING:
                 raise KeptError("field")
+        if len(open_fields) > 1:  # its end is inside a mark, such as a content control
+            raise KeptError("field")
         return open_fields[0]
 
     def _field(self, items: list[Item]) -> list[Item]:

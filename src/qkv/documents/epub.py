@@ -28,7 +28,7 @@ class LabelStory(Story):
     paragraphs = frozenset(["dc:title", "ncx:text"])
 
     def read_items(self, name: str, events: list[Event], level: int) -> list[Item]:
-        return [Item("text" if event.kind == "text" else "mark", event.source, event.text) for event in events]
+        return [Item("text" if event.text else "mark", event.source, event.text) for event in events]
 
     def write_text(self, style: Style, text: str) -> str:
         return escape_xml(text)
@@ -86,7 +86,8 @@ def _parts(package: ZipPackage) -> list[tuple[str, str]]:
         parts[book] = root.attributes.get("media-type", "")
         for item in package.xml(book).events():
             if item.kind == "start" and item.name == "opf:item":
-                path = posixpath.normpath(posixpath.join(posixpath.dirname(book), unquote(item.attributes["href"])))
+                href = unquote(item.attributes.get("href", ""))
+                path = posixpath.normpath(posixpath.join(posixpath.dirname(book), href))
                 kind = item.attributes.get("media-type", "")
                 if kind in (CHAPTER_TYPE, CONTENTS_TYPE) and path in package:
                     parts.setdefault(path, kind)

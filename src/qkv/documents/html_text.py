@@ -120,14 +120,16 @@ def tokenize(text: str) -> Iterator[Token]:
 class HtmlText:
     """HTML as segments, and the same HTML with other text in them.
 
-    With `sentences` each sentence is a segment if no element crosses its borders. A segment with markup for which
-    `fits` is false is split at its tags.
+    With `sentences` each sentence of the `language` is a segment if no element crosses its borders. A segment with
+    markup for which `fits` is false is split at its tags.
     """
 
-    def __init__(self, source: str, *, sentences: bool = False, fits: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self, source: str, *, sentences: bool = False, language: str = "", fits: Callable[[str], bool] | None = None
+    ) -> None:
         (self.slot,) = unused_characters(source)
         reader = HtmlReader(source, self.slot, words=sentences)
-        cut = _cut_sentences if sentences else None
+        cut = partial(_cut_sentences, language=language) if sentences else None
         format = TextFormat(partial(html.escape, quote=False))
         self.parts = list(split_segments(reader.tokens(), format, cut, fits))
         self.texts = [part for part in self.parts if isinstance(part, Segment)]
@@ -273,10 +275,11 @@ def is_untranslated(attributes: Mapping[str, str | None]) -> bool:
     )
 
 
-def _cut_sentences(tokens: list[Token]) -> Iterator[list[Token]]:
+def _cut_sentences(tokens: list[Token], language: str) -> Iterator[list[Token]]:
     """Cut tokens of single words at the white space between sentences, outside of all elements."""
     plain = "".join(token.text for token in tokens if token.kind in ("text", "protected"))
-    pieces = split(SPACES.sub(lambda match: " " * len(match[0]), plain), lambda piece: True, sentences=True)
+    spaced = SPACES.sub(lambda match: " " * len(match[0]), plain)
+    pieces = split(spaced, lambda piece: True, sentences=1, language=language)
     gaps: dict[int, int] = {}  # begin and length of the white space after a sentence
     end = len(pieces.separators[0])
     for sentence, gap in zip(pieces, pieces.separators[1:], strict=True):

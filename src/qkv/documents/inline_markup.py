@@ -262,7 +262,8 @@ def match_protected(
         found = _occurrences(text, translation, free["target"], len(wanted))
         in_source = _occurrences(text, source, free["source"], len(wanted))
         if len(found) == len(in_source):
-            found = [span for span, own in zip(found, in_source, strict=True) if own in wanted] or found
+            ranked = [span for span, own in zip(found, in_source, strict=True) if own in wanted]
+            found = ranked if len(ranked) == len(wanted) else found
         elif len(found) > len(wanted) and pairs is not None:
             found = _most_linked(found, wanted, source, translation, pairs)
         for number, span in zip(numbers[text], found, strict=False):

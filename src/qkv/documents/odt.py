@@ -77,9 +77,9 @@ class OpenDocumentStory(Story):
                 if not depth:
                     items.append(self._mark(mark))
                     mark = []
-            elif event.kind == "text":
+            elif event.text:
                 items.append(Item("text", event.source, event.text))
-            elif event.kind == "other":
+            elif event.kind in ("text", "other"):  # an empty CDATA section, or a comment
                 items.append(Item("mark", event.source))
             else:
                 items.append(Item("open" if event.kind == "start" else "close", event.source))

@@ -35,6 +35,7 @@ PROTECTED = re.compile(
     re.VERBOSE,
 )
 AFTER_URL = ".,;:!?…)]}’"  # marks of the sentence, not of the URL before them
+PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 def without_protected(text: str) -> str:
@@ -51,10 +52,19 @@ def find_protected(text: str, given: Iterable[Span] = ()) -> list[Span]:
     for match in PROTECTED.finditer(text):
         begin, end = match.span()
         if "://" in match[0] or match[0].startswith("www."):
-            while text[end - 1] in AFTER_URL and not (text[end - 1] == ")" and "(" in text[begin:end]):
-                end -= 1
+            end = _url_end(text, begin, end)
         found.append((begin, end))
     return _merged(spans, found)
+
+
+def _url_end(text: str, begin: int, end: int) -> int:
+    """Return where a URL ends without the marks after it; the closing bracket of a pair inside it is its own."""
+    surplus = {mark: text.count(mark, begin, end) - text.count(opening, begin, end) for mark, opening in PAIRS.items()}
+    while (last := text[end - 1]) in AFTER_URL and surplus.get(last, 1) > 0:
+        if last in surplus:
+            surplus[last] -= 1
+        end -= 1
+    return end
 
 
 def _united(text: str, given: Iterable[Span]) -> list[Span]:

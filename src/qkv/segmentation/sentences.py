@@ -236,15 +236,18 @@ def sentence_spans(text: str, begin: int, end: int, language: str, whole: Sequen
 
 
 class Inside:
-    """Whether a place is inside one of some spans, which do not overlap."""
+    """Whether a place is inside one of some spans, which do not overlap, and in which."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans)
         self.begins = [begin for begin, _ in self.spans]
 
     def __call__(self, place: int) -> bool:
+        return self.span(place) is not None
+
+    def span(self, place: int) -> Span | None:
         at = bisect_left(self.begins, place) - 1
-        return at >= 0 and place < self.spans[at][1]
+        return self.spans[at] if at >= 0 and place < self.spans[at][1] else None
 
 
 def _is_wide(text: str, begin: int, stop: int) -> bool:
@@ -330,6 +333,8 @@ class _Cutter:
                 if not _sticks(self.text, back) and (back == stop or self.fits(self.text[start:back])):
                     stop = back
                     break
+            if (span := self.inside.span(stop)) and span[0] > start:
+                stop = span[0]
             yield stop, end.resume if stop == end.stop else stop
             start = stop
 

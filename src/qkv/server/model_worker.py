@@ -18,6 +18,7 @@ from typing import Any
 import qkv
 from qkv.core.errors import QkvError, UsageError
 from qkv.options import DecoderOnlyConfig
+from qkv.segmentation.special_spaces import plain
 from qkv.worker_pool import freeze_garbage_collector
 
 Event = dict[str, Any]
@@ -185,14 +186,23 @@ def _translate(model: qkv.Translator, items: list[Any], options: Event) -> list[
             "scores": [result.score, *(other.score for other in result.alternatives)],
             "score": result.score,
             "logprob": result.logprob,
-            "source_tokens": len(model.tokenizers.src.encode(text)),
+            "source_tokens": _source_tokens(model, text, options, result),
             "target_tokens": len(result.tokens),
             "truncated": result.truncated,
             "looped": result.looped,
-            "flags": result.flags,
+            "flags": [flag for flag in result.flags if flag != "blank"],
         }
         for text, result in zip(texts, model.translate(texts, split=False, **options), strict=True)
     ]
+
+
+def _source_tokens(model: qkv.Translator, text: str, options: Event, result: qkv.Translation) -> int:
+    """The number of tokens that the model read: with a language tag, and with stand-ins for protected text."""
+    if result.finish_reason == "blank":
+        return 0
+    if result.tokens:
+        return round(len(result.tokens) / result.length_ratio)
+    return len(model.tokenizers.src.encode(plain(text)[0].strip())) + bool(options.get("tag"))
 
 
 def _text(item: Any) -> str:

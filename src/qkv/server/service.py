@@ -24,7 +24,6 @@ from qkv.data.alignments import Link, join_alignments
 from qkv.documents.html_text import HtmlText
 from qkv.documents.segments import Segment
 from qkv.segmentation.sentences import Span, tiles
-from qkv.segmentation.special_spaces import restore
 from qkv.segmentation.text_cutter import CutText
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
@@ -50,6 +49,7 @@ class TranslationResult:
     looped: bool
     blank: bool = False
     flags: tuple[str, ...] = ()  # of all pieces (`qkv.api.translation.Piece`)
+    scores: Sequence[float] = (0.0,)  # of each text
     pieces: Sequence[Mapping[str, Any]] = ()  # spans in source and target, score and flags
     links: Sequence[list[Link] | None] = ()  # of each text, from words of the source; empty if not asked for
 
@@ -59,6 +59,7 @@ class TranslationResult:
         texts: list[str],
         parts: Sequence[Mapping[str, Any]],
         links: Sequence[list[Link] | None] = (),
+        scores: Sequence[float] = (0.0,),
         pieces: Sequence[Mapping[str, Any]] = (),
     ) -> TranslationResult:
         """Return the result of texts translated in parts.
@@ -69,9 +70,11 @@ class TranslationResult:
         sums = {name: sum(part[name] for part in parts) for name in ("logprob", "source_tokens", "target_tokens")}
         weights = [part["source_tokens"] + 1 for part in parts]
         score = sum(w * part["score"] for w, part in zip(weights, parts, strict=True)) / max(1, sum(weights))
-        merged = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
+        merged: dict[str, Any] = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
         flags = tuple(dict.fromkeys(flag for part in parts for flag in part["flags"]))
-        return cls(texts, score, **sums, **merged, blank=not parts, flags=flags, pieces=pieces, links=links)
+        return cls(
+            texts, score, **sums, **merged, blank=not parts, flags=flags, scores=scores, pieces=pieces, links=links
+        )
 
     @property
     def details(self) -> dict[str, Any]:
@@ -269,10 +272,11 @@ class Service:
 
         def write(page: HtmlText) -> TranslationResult:
             results = [next(of_marked if segment.needs_alignment else of_others) for segment in page.segments]
+            weights = [result.source_tokens + 1 for result in results]
             texts = []
-            for rank in range(min((len(result.texts) for result in results), default=1)):
-                links = [result.links[rank] if result.links else None for result in results]
-                ranked = [result.texts[rank] for result in results]
+            for choice in best_combinations([result.scores for result in results], weights, n_best):
+                links = [result.links[k] if result.links else None for result, k in zip(results, choice, strict=True)]
+                ranked = [result.texts[k] for result, k in zip(results, choice, strict=True)]
                 texts.append(page.write([*map(Segment.build, page.segments, ranked, links)]))
             return TranslationResult.combine(texts, [vars(result) for result in results])
 
@@ -284,7 +288,8 @@ class Service:
         def fits(text: str) -> bool:
             return sum(model.split(text)[1]) < model.max_length
 
-        return HtmlText(text, sentences=model.cutter.sentences == 1, fits=fits)
+        cutter = model.cutter
+        return HtmlText(text, sentences=cutter.sentences == 1, language=cutter.language, fits=fits)
 
 
 def _items(cut: CutText, given: bool) -> list[Any]:
@@ -299,11 +304,14 @@ def _joined(
 ) -> TranslationResult:
     """Return the result of a text from those of its pieces."""
     if not any(part["source_tokens"] for part in parts):
-        return TranslationResult.combine([text], [])
+        whole = 0, len(text)
+        pieces = [{"source": whole, "target": whole, "score": 0.0, "flags": ["blank"]}] if text else []
+        return TranslationResult.combine([text], [], pieces=pieces)
     weights = [part["source_tokens"] + 1 for part in parts]
     choices = best_combinations([part["scores"] for part in parts], weights, n_best)
-    ranks = [
-        [restore(piece, part["texts"][k]) for piece, part, k in zip(cut.pieces, parts, choice, strict=True)]
+    ranks = [[part["texts"][k] for part, k in zip(parts, choice, strict=True)] for choice in choices]
+    scores = [
+        sum(w * part["scores"][k] for w, part, k in zip(weights, parts, choice, strict=True)) / sum(weights)
         for choice in choices
     ]
     joined = [cut.pieces.join(rank, spaces=spaces) for rank in ranks]
@@ -316,7 +324,7 @@ def _joined(
         {"source": source, "target": target, "score": part["score"], "flags": part["flags"]}
         for source, target, part in spans
     ]
-    return TranslationResult.combine(joined, parts, links, pieces)
+    return TranslationResult.combine(joined, parts, links=links, scores=scores, pieces=pieces)
 
 
 def service_of(request: Request) -> Service:
