@@ -102,16 +102,17 @@ def check(**changes: float) -> OmissionCheck:
     values: dict[str, Any] = {"ratio": 1.0, "short": 2.0, "rather_short": 1.0, "uncovered": 0.5} | changes
     asked = Checks(lines=100, weights="best", **values)
     held = Held()
-    return OmissionCheck(asked, held.token_lengths, lambda sources, outputs: held.align(sources, outputs, tag=""))
+    return OmissionCheck(asked, lambda sources, outputs: held.align(sources, outputs, tag=""))
 
 
 def test_short_translations_are_suspects() -> None:
     source = SOURCES[0]
-    pairs = [(source, " ".join("x" * count)) for count in (10, 7, 6, 5, 4, 3, 0)]
-    assert check().suspects(pairs) == [4, 5, 6]  # (10 - 3) / √10 > 2; with four words 0.6 is uncovered
-    assert check(uncovered=0.45).suspects(pairs) == [3, 4, 5, 6]
-    assert check(uncovered=1.0).suspects(pairs) == [5, 6]  # not known
-    assert check().suspects([]) == []
+    counts = (10, 7, 6, 5, 4, 3, 0)
+    given = [(source, " ".join("x" * count)) for count in counts], [(10, count) for count in counts]
+    assert check().suspects(*given) == [4, 5, 6]  # (10 - 3) / √10 > 2; with four words 0.6 is uncovered
+    assert check(uncovered=0.45).suspects(*given) == [3, 4, 5, 6]
+    assert check(uncovered=1.0).suspects(*given) == [5, 6]  # not known
+    assert check().suspects([], []) == []
 
 
 def test_uncovered_words_say_nothing_of_a_short_source() -> None:

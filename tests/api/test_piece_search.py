@@ -165,7 +165,7 @@ def test_a_prefix_is_kept_where_there_are_no_words() -> None:
 
 # ---- omissions -------------------------------------------------------------------------------------------------------
 
-CHECK = OmissionCheck(Checks(1.0, 1.0, 1.0, 1.0, 100, "best"), lambda source, output: (len(source), len(output)))
+CHECK = OmissionCheck(Checks(1.0, 1.0, 1.0, 1.0, 100, "best"))
 LONG = "the cats run and the dogs sleep"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,12 @@ def test_spans_are_in_order_inside_the_text_and_apart(text: str, given_spans: li
     for begin, end in spans:
         for at in range(begin, end):
             assert text[at].isspace() or any(first <= at < last for first, last in found)
+
+
+@pytest.mark.parametrize("spans", [[[1]], [("a", 2)], [3], [(0.5, 2)], [(1, 2, 3)]])
+def test_what_is_no_span_is_refused(spans: Any) -> None:
+    with pytest.raises(UsageError, match=r"protected: not spans of characters: give pairs"):
+        find_protected("text", spans)
 
 
 @pytest.mark.parametrize("span", [(-1, 3), (2, 9), (3, 2)])

@@ -19,6 +19,7 @@ from typing import Self
 from qkv.core import files
 from qkv.core.run import read_record
 from qkv.data.alignments import Link, word_spans
+from qkv.segmentation.special_spaces import plain
 
 FILE = "checks.json"
 RARE = 0.004  # share of the held-out text that passes a limit
@@ -60,12 +61,11 @@ class OmissionCheck:
     """Finds translations that may leave something out."""
 
     checks: Checks
-    lengths: Callable[[str, str], tuple[int, int]]  # in tokens, of a source and its translation
     align: Align | None = None  # None: the model has no alignment
 
-    def suspects(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the places of the pairs that pass a limit."""
-        shortfalls = [self.checks.shortfall(*self.lengths(*pair)) for pair in pairs]
+    def suspects(self, pairs: Sequence[tuple[str, str]], lengths: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the places of the pairs that pass a limit; `lengths` are those of source and output, in tokens."""
+        shortfalls = [self.checks.shortfall(*pair) for pair in lengths]
         found = {i for i, shortfall in enumerate(shortfalls) if shortfall > self.checks.short}
         looked_at = [
             i
@@ -73,7 +73,7 @@ class OmissionCheck:
             if self.checks.rather_short < shortfall <= self.checks.short and pairs[i][1]
         ]
         if self.align is not None and looked_at and self.checks.uncovered < 1:
-            shares = uncovered([pairs[i] for i in looked_at], self.align)
+            shares = uncovered([(plain(pairs[i][0])[0], pairs[i][1]) for i in looked_at], self.align)
             found |= {i for i, share in zip(looked_at, shares, strict=True) if share > self.checks.uncovered}
         return sorted(found)
 

@@ -220,8 +220,10 @@ class PieceSearch:
             return
 
         def suspects_of(numbers: Sequence[int], outputs: Mapping[int, PieceOutput]) -> list[int]:
-            pairs = [(plain(pieces[i].source)[0], outputs[i].texts[0]) for i in numbers]
-            return [numbers[k] for k in check.suspects(pairs)]
+            found = [outputs[i] for i in numbers]
+            lengths = [(each.source_tokens - len(self.tag), len(each.hypotheses[0].tokens)) for each in found]
+            pairs = [(pieces[i].source, each.texts[0]) for i, each in zip(numbers, found, strict=True)]
+            return [numbers[k] for k in check.suspects(pairs, lengths)]
 
         checked = [i for i, p in enumerate(pieces) if outputs[i].source_tokens and not self._is_constrained(p)]
         suspects = suspects_of(checked, dict(enumerate(outputs)))

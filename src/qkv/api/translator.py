@@ -231,7 +231,7 @@ class Translator(Explainer):
     def _omission_check(self, tag: str) -> OmissionCheck | None:
         if self.checks is None:
             return None
-        return OmissionCheck(self.checks, self.token_lengths, lambda *sides: self.align(*sides, tag=tag, split=False))
+        return OmissionCheck(self.checks, lambda *sides: self.align(*sides, tag=tag, split=False))
 
     @cached_property
     def _told(self) -> set[str]:

@@ -7,6 +7,7 @@ as a last resort puts the missing ones into a translation (`repair`).
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -70,7 +71,11 @@ def _url_end(text: str, begin: int, end: int) -> int:
 def _united(text: str, given: Iterable[Span]) -> list[Span]:
     """Return given spans in order, without white space at their ends; those that overlap become one."""
     united: list[Span] = []
-    for begin, end in sorted(given):
+    try:
+        spans = sorted((operator.index(begin), operator.index(end)) for begin, end in given)
+    except (TypeError, ValueError):
+        raise UsageError("protected: not spans of characters: give pairs (begin, end) of numbers") from None
+    for begin, end in spans:
         if not 0 <= begin <= end <= len(text):
             raise UsageError(
                 f"protected span ({begin}, {end}): not inside the text of {len(text)} characters: correct it"

@@ -155,7 +155,7 @@ def translate_aligned(model: qkv.Translator, texts: list[Any], options: Event) -
         sources = [_text(item) for item, result in zip(some, results, strict=True) for _ in result["texts"]]
         targets = [target for result in results for target in result["texts"]]
         try:
-            links = iter(model.align(sources, targets, tag=options.get("tag", "")))
+            links = iter(model.align(sources, targets, tag=options.get("tag", ""), split=False))
         except QkvError:
             if len(some) > 1:
                 raise
