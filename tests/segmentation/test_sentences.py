@@ -233,3 +233,14 @@ def test_a_million_characters_are_cut_with_few_calls(unit: str, sentences: int) 
     assert cut.join(cut.pieces) == text
     assert calls <= (len(cut) + 1) * 2 * math.log2(limit)
     assert read <= 12 * len(text)
+
+
+@pytest.mark.parametrize("unit", ["a b c, ", "x" * 999 + " ", "x", "e\u0301"])
+def test_a_long_sentence_is_cut_block_by_block(unit: str) -> None:
+    """The borders of a whole megabyte are never in memory together, and nothing is lost where blocks meet."""
+    text = unit * (500_000 // len(unit))
+    span = (200_000, 200_300)
+    cut = split(text, characters(400), sentences=1, whole=[span])
+    assert cut.join(cut.pieces) == text
+    assert max(map(len, cut)) <= 400
+    assert not any(span[0] < begin < span[1] for begin in cut.begins)

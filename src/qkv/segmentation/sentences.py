@@ -24,6 +24,7 @@ Span = tuple[int, int]  # begin and end, in characters
 SPACE, CLAUSE, SENTENCE, LINE = range(4)  # ranks of borders, from the worst place to cut to the best
 SHORT = 300  # characters; a shorter line is first tried as one piece, without a search for borders
 WINDOW = 1 << 14  # characters that sentencex reads at once
+BLOCK = 1 << 16  # characters of a long sentence that are cut at once
 LONG_LINE = 40  # characters of a line that may be hard-wrapped
 
 STOPS = ".!?…؟۔।॥։።။៕‼⁇⁈⁉‽"
@@ -50,7 +51,7 @@ NOT_ABBREVIATED = {
     for language, words in {"en": "me|no|ill|may|miss|fed", "de": "mich|mag"}.items()
 }
 LINE_END = re.compile(r"\r\n|\n|\r")
-NOT_SPACE = re.compile(r"\S")
+NOT_SPACE, SPACES = re.compile(r"\S"), re.compile(r"\s+")
 LIST_ITEM = re.compile(r"(?:[-*+•–—#>|]|\(?\d{1,3}[.)]|\(?[a-z]\))\s")
 
 
@@ -298,11 +299,30 @@ class _Cutter:
             at += count or 1
 
     def cut(self, begin: int, end: int) -> Iterator[Span]:
-        """Yield the pieces of a unit that does not fit."""
-        borders = [each for each in _borders(self.text, begin, end) if each.stop == end or not self.inside(each.stop)]
-        for stop, resume in self.pack(begin, borders, SENTENCE):
-            yield begin, stop
-            begin = resume
+        """Yield the pieces of a unit that does not fit, block by block: the borders of all take too much memory."""
+        while begin < end:
+            last = self._block_end(begin, end)
+            borders = [border for border in _borders(self.text, begin, last) if self._is_free(border, last)]
+            for stop, resume in self.pack(begin, borders, SENTENCE):
+                yield begin, stop
+                begin = resume
+            following = NOT_SPACE.search(self.text, last, end)
+            begin = following.start() if following else end
+
+    def _is_free(self, border: Border, last: int) -> bool:
+        return border.stop == last or not self.inside(border.stop)
+
+    def _block_end(self, begin: int, end: int) -> int:
+        """Return the end of a block: the unit's, or else after a word and inside no span of `whole`."""
+        if end - begin <= BLOCK:
+            return end
+        for match in SPACES.finditer(self.text, begin + BLOCK, min(end, begin + 2 * BLOCK)):
+            if not self.inside(match.start()):
+                return match.start()
+        last = begin + BLOCK
+        while last < end and (self.inside(last) or _sticks(self.text, last)):
+            last += 1
+        return last
 
     def pack(self, start: int, borders: list[Border], rank: int) -> Iterator[Span]:
         """Yield cuts (stop, resume) of text[start:] up to the last border, at borders of this rank or better."""
