@@ -173,9 +173,9 @@ class TokenCount:
             self.first += 0 if self.suspects_seen else tokens
             return run(runner, work, *arguments, **options)
 
-        def seen(check: OmissionCheck, pairs: Any) -> list[int]:
+        def seen(check: OmissionCheck, pairs: Any, lengths: Any) -> list[int]:
             self.suspects_seen = True
-            return suspects(check, pairs)
+            return suspects(check, pairs, lengths)
 
         with patch.object(SearchRunner, "run", counted), patch.object(OmissionCheck, "suspects", seen):
             yield
