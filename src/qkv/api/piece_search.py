@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qkv.api.omission import OmissionCheck
-from qkv.api.translation import PieceOutput, best_combinations
+from qkv.api.translation import PieceOutput, best_combinations, mean_score
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, Ids
 from qkv.core.tokenizer import TokenizerPair
@@ -26,9 +26,7 @@ from qkv.segmentation.sentences import WORD, split
 from qkv.segmentation.special_spaces import plain, restore
 
 UNLIKELY = -2.5  # mean log-probability of a token below which an output is not to be trusted
-MOST_REQUIRED = (
-    8  # protected texts of a piece that are required phrases; with more a search is slow, and its output bad
-)
+MOST_REQUIRED = 8  # protected texts of a piece that are required phrases; more make a slow search and a bad output
 RETRIES = 2  # searches of a piece in smaller and smaller parts
 
 
@@ -276,7 +274,7 @@ def _joined(outputs: Sequence[PieceOutput], n_best: int, gap: str) -> PieceOutpu
             Hypothesis(
                 [token for each in chosen for token in each.tokens],
                 sum(h.logprob for h in chosen),
-                sum(w * h.score for w, h in zip(weights, chosen, strict=True)) / sum(weights),
+                mean_score(weights, [h.score for h in chosen]),
                 any(h.truncated for h in chosen),
             )
         )

@@ -95,7 +95,7 @@ class Translation:
             text = cut.pieces.join(
                 [output.texts[k] for output, k in zip(outputs, combination, strict=True)], spaces=spaces
             )
-            score = sum(w * h.score for w, h in zip(weights, chosen, strict=True)) / sum(weights)
+            score = mean_score(weights, [hypothesis.score for hypothesis in chosen])
             logprob, truncated = sum(h.logprob for h in chosen), any(h.truncated for h in chosen)
             ranks.append(Alternative(text, score, logprob, truncated))
         best = [output.hypotheses[0] for output in outputs]
@@ -133,6 +133,11 @@ class Translation:
 
     def __str__(self) -> str:
         return self.text
+
+
+def mean_score(weights: Sequence[int], scores: Sequence[float]) -> float:
+    """Return the score of a text from those of its pieces, weighted by their source tokens."""
+    return sum(w * score for w, score in zip(weights, scores, strict=True)) / max(1, sum(weights))
 
 
 def best_combinations(scores: Sequence[Sequence[float]], weights: Sequence[float], n: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
-from qkv.api.translation import best_combinations
+from qkv.api.translation import best_combinations, mean_score
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link, join_alignments
 from qkv.documents.html_text import HtmlText
@@ -69,7 +69,7 @@ class TranslationResult:
         """
         sums = {name: sum(part[name] for part in parts) for name in ("logprob", "source_tokens", "target_tokens")}
         weights = [part["source_tokens"] + 1 for part in parts]
-        score = sum(w * part["score"] for w, part in zip(weights, parts, strict=True)) / max(1, sum(weights))
+        score = mean_score(weights, [part["score"] for part in parts])
         merged: dict[str, Any] = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
         flags = tuple(dict.fromkeys(flag for part in parts for flag in part["flags"]))
         return cls(
@@ -311,8 +311,7 @@ def _joined(
     choices = best_combinations([part["scores"] for part in parts], weights, n_best)
     ranks = [[part["texts"][k] for part, k in zip(parts, choice, strict=True)] for choice in choices]
     scores = [
-        sum(w * part["scores"][k] for w, part, k in zip(weights, parts, choice, strict=True)) / sum(weights)
-        for choice in choices
+        mean_score(weights, [part["scores"][k] for part, k in zip(parts, choice, strict=True)]) for choice in choices
     ]
     joined = [cut.pieces.join(rank, spaces=spaces) for rank in ranks]
     links: list[list[Link] | None] = []
