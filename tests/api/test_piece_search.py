@@ -181,6 +181,13 @@ def test_an_omission_is_searched_in_parts() -> None:
     assert search(Model(halved), LONG, omission=None)[0].texts == ["i gatti"]
 
 
+def test_unlikely_parts_are_not_taken() -> None:
+    """A whole sentence that is rightly short: its halves give more words, but unlikely ones."""
+    model = Model(lambda source, phrases: "i gatti" if len(source) > 20 else (source.upper(), -0.5))
+    (output,) = search(model, LONG, omission=CHECK)
+    assert (output.texts, output.flags) == (["i gatti"], ("omission",))
+
+
 def test_an_omission_that_stays_is_flagged_after_two_more_searches() -> None:
     model = says(other="i")
     (output,) = search(model, LONG, omission=CHECK)

@@ -27,6 +27,7 @@ from qkv.segmentation.special_spaces import plain, restore
 
 UNLIKELY = -2.5  # mean log-probability of a token below which an output is not to be trusted
 MOST_REQUIRED = 8  # protected texts of a piece that are required phrases; more make a slow search and a bad output
+SLACK = 0.05  # in the mean log-probability, because parts have more </s> than a whole
 RETRIES = 2  # searches of a piece in smaller and smaller parts
 
 
@@ -229,7 +230,9 @@ class PieceSearch:
             if not suspects:
                 return
             joined = self._in_parts(pieces, suspects, 2**attempt)
-            failed = {*suspects_of(suspects, joined), *(i for i in suspects if pieces[i].lacks(joined[i]))}
+            # Parts of a whole sentence often give a longer output, but one that the model finds unlikely.
+            worse = (i for i in suspects if pieces[i].trust(joined[i]) < pieces[i].trust(outputs[i]) - SLACK)
+            failed = {*suspects_of(suspects, joined), *worse, *(i for i in suspects if pieces[i].lacks(joined[i]))}
             for i in suspects:
                 if i not in failed:
                     protected = pieces[i].protected
